@@ -1,0 +1,78 @@
+"""One calibration batch: what a network is called with, and which tokens count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The arguments of one forward call.
+
+    Args:
+        args: positional arguments of the network.
+        kwargs: keyword arguments of the network.
+        token_mask: bool, shape (batch, tokens): True where a token counts. None: all count.
+        token_dropout: fraction of the tokens left out of every statistic at random; the forward still sees them.
+        dropout_seed: the same seed drops the same tokens at every layer and in every network.
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    token_mask: Tensor | None = None
+    token_dropout: float = 0.0
+    dropout_seed: int = 0
+
+    def run(self, network: nn.Module) -> Any:
+        """Calls the network."""
+        return network(*self.args, **self.kwargs)
+
+    def rows(self, inputs: Tensor) -> Tensor:
+        """A layer's inputs of shape (batch, ..., in) as rows (tokens, in), without the tokens that do not count.
+
+        Inputs of shape (batch, in), such as a pooler's, have no token axis and are returned whole.
+
+        Raises:
+            ValueError: the inputs have a token axis that the mask does not fit.
+        """
+        kept = self._kept_tokens(inputs)
+        return inputs.reshape(-1, inputs.shape[-1]) if kept is None else inputs[kept]
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
+        """On `device`, floating-point arguments in `dtype`."""
+
+        def move(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return value.to(device, dtype if value.is_floating_point() else None)
+
+        return replace(
+            self,
+            args=tuple(move(value) for value in self.args),
+            kwargs={key: move(value) for key, value in self.kwargs.items()},
+            token_mask=None if self.token_mask is None else self.token_mask.to(device),
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor among the arguments."""
+        return [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Tensor)]
+
+    def _kept_tokens(self, inputs: Tensor) -> Tensor | None:
+        if inputs.ndim < 3:
+            return None
+        tokens = inputs.shape[:-1]
+        if self.token_mask is not None and self.token_mask.shape != tokens:
+            raise ValueError(
+                f"A layer's inputs have the token axes {tuple(tokens)}, the attention mask has "
+                f"{tuple(self.token_mask.shape)}: padding cannot be told from text there."
+            )
+        if not self.token_dropout:
+            return self.token_mask
+        generator = torch.Generator().manual_seed(self.dropout_seed)
+        kept = (torch.rand(tokens, generator=generator) >= self.token_dropout).to(inputs.device)
+        return kept if self.token_mask is None else kept & self.token_mask

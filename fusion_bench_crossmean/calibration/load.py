@@ -1,0 +1,137 @@
+"""Draws every task's calibration inputs from a source and batches them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from fusion_bench.modelpool import BaseModelPool, CLIPVisionModelPool
+from torch.utils.data import DataLoader, Subset
+
+from fusion_bench_crossmean.calibration.batch import Batch
+from fusion_bench_crossmean.calibration.clip import CLIPPoolSource
+from fusion_bench_crossmean.calibration.draw import draw_indices
+from fusion_bench_crossmean.calibration.plain import PlainSource
+
+
+class CalibrationSource(Protocol):
+    """Where calibration inputs come from: one class per pool family."""
+
+    def dataset(self, task: str) -> Any:
+        """The task's inputs, with ``len`` and integer indexing; one item is one image or text.
+
+        Raises:
+            ValueError: there are none; the message says what to change.
+        """
+        ...
+
+    def collate(self, items: Sequence[Any]) -> Batch:
+        """A batch from items of the dataset."""
+        ...
+
+
+#: Pool class -> its source. A new pool family is a module in this folder and a line here.
+SOURCES: dict[type[BaseModelPool], Callable[[Any], CalibrationSource]] = {
+    CLIPVisionModelPool: CLIPPoolSource,
+}
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The inputs of a merge.
+
+    Args:
+        batches: task -> batches.
+        indices: task -> which inputs of its dataset were drawn, in the order of use.
+    """
+
+    batches: dict[str, list[Batch]]
+    indices: dict[str, list[int]]
+
+    def on(self, device: torch.device, dtype: torch.dtype) -> dict[str, list[Batch]]:
+        """The batches on `device`, floating-point inputs in `dtype`."""
+        return {task: [batch.to(device, dtype) for batch in batches] for task, batches in self.batches.items()}
+
+
+def source_for(modelpool: BaseModelPool, calibration: Mapping[str, Any] | None) -> CalibrationSource:
+    """The source of a pool's calibration inputs; `calibration` (task -> data), where given, comes before the pool.
+
+    Raises:
+        ValueError: neither is there.
+    """
+    if calibration is not None:
+        return PlainSource(calibration)
+    for family, source in SOURCES.items():
+        if isinstance(modelpool, family):
+            return source(modelpool)
+    raise ValueError(
+        f"{type(modelpool).__name__} brings no calibration inputs. "
+        "Give them to run(modelpool, calibration={task: tensor, dict of tensors, dataset or DataLoader})."
+    )
+
+
+def open_datasets(source: CalibrationSource, tasks: Sequence[str], num_samples: int) -> dict[str, Any]:
+    """Every task's inputs, not yet read.
+
+    Raises:
+        ValueError: a task without inputs or with fewer than `num_samples`; all offenders are named.
+    """
+    datasets = {task: source.dataset(task) for task in tasks}
+    if short := {task: len(data) for task, data in datasets.items() if len(data) < num_samples}:
+        have = ", ".join(f"task {task!r} has {size}" for task, size in short.items())
+        raise ValueError(f"{have} calibration inputs, {num_samples} were asked for. Lower num_calibration_samples.")
+    return datasets
+
+
+def load_calibration(
+    source: CalibrationSource,
+    datasets: Mapping[str, Any],
+    *,
+    num_samples: int,
+    seed: int,
+    batch_size: int,
+    num_workers: int = 0,
+    token_dropout: float = 0.0,
+    offset: int = 0,
+    progress: Callable[[Iterable[str], str], Iterable[str]] = lambda items, _: items,
+) -> Calibration:
+    """Exactly `num_samples` inputs per task, drawn without replacement.
+
+    Args:
+        source: makes the batches.
+        datasets: from `open_datasets`.
+        num_samples: images or texts per task.
+        seed: of the draw and of `token_dropout`.
+        batch_size: inputs per forward; the result of a merge does not depend on it.
+        num_workers: processes that load data.
+        token_dropout: see `Batch`.
+        offset: see `draw_indices`.
+        progress: wraps the tasks; called with them and a description.
+
+    Raises:
+        ValueError: too few inputs, or non-finite ones.
+    """
+    indices = {task: draw_indices(task, len(data), num_samples, seed, offset) for task, data in datasets.items()}
+    batches: dict[str, list[Batch]] = {}
+    for task in progress(datasets, "loading calibration inputs"):
+        drawn: Any = Subset(datasets[task], indices[task])
+        loader = DataLoader(drawn, batch_size=batch_size, num_workers=num_workers, collate_fn=source.collate)
+        batches[task] = []
+        for index, batch in enumerate(loader):
+            check_finite(batch, task)
+            dropout_seed = zlib.crc32(f"{seed} {task} {index}".encode())
+            batches[task].append(replace(batch, token_dropout=token_dropout, dropout_seed=dropout_seed))
+    return Calibration(batches, indices)
+
+
+def check_finite(batch: Batch, task: str) -> None:
+    """Raises `ValueError` where an input of `task` holds NaN or infinity."""
+    for tensor in batch.tensors():
+        if tensor.is_floating_point() and (bad := int((~tensor.isfinite()).sum())):
+            raise ValueError(
+                f"The calibration inputs of task {task!r} have {bad} non-finite values in a tensor of shape "
+                f"{tuple(tensor.shape)}. Clean the data, or take another seed."
+            )

@@ -1,0 +1,89 @@
+"""Calibration inputs that the user hands over: tensors, dicts of tensors, datasets or DataLoaders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from fusion_bench_crossmean.calibration.batch import Batch
+
+LABEL_KEYS = ("label", "labels")
+
+
+class PlainSource:
+    """Task -> data, as given to ``run(modelpool, calibration=...)``.
+
+    One input may be a tensor (the network's only argument), a tuple whose first entry is that (labels behind it are
+    not used) or a dict of keyword arguments; an `attention_mask` in it also tells padding from text. Data may be
+
+    - a tensor or a dict of tensors whose first axis counts the inputs,
+    - a map-style dataset of inputs,
+    - any iterable of batches of inputs, such as a DataLoader: its inputs are drawn from in the order it gives them.
+    """
+
+    def __init__(self, calibration: Mapping[str, Any]) -> None:
+        self.calibration = calibration
+
+    def dataset(self, task: str) -> Any:
+        if task not in self.calibration:
+            have = ", ".join(map(repr, self.calibration)) or "none"
+            raise ValueError(f"There are no calibration inputs for task {task!r}; there are for {have}.")
+        data = self.calibration[task]
+        if isinstance(data, Tensor):
+            return data
+        if isinstance(data, Mapping):
+            return DictOfTensors(data)
+        if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+            return data
+        if isinstance(data, Iterable):
+            return [item for batch in data for item in split_batch(batch)]
+        raise TypeError(
+            f"The calibration inputs of task {task!r} are a {type(data).__name__}; give a tensor, a dict of tensors, "
+            "a dataset or a DataLoader."
+        )
+
+    def collate(self, items: Sequence[Any]) -> Batch:
+        if isinstance(items[0], Mapping):
+            inputs = default_collate([{k: v for k, v in item.items() if k not in LABEL_KEYS} for item in items])
+            mask = inputs.get("attention_mask")
+            return Batch(kwargs=inputs, token_mask=None if mask is None else mask.bool())
+        return Batch(args=(torch.stack([first(item) for item in items]),))
+
+
+class DictOfTensors:
+    """A dict of tensors as a dataset: item i is the dict of their i-th rows.
+
+    Example:
+        >>> DictOfTensors({"x": torch.arange(3)})[1]
+        {'x': tensor(1)}
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        lengths = {key: len(tensor) for key, tensor in tensors.items()}
+        if len(set(lengths.values())) != 1:
+            raise ValueError(f"The tensors of one task must have one length, not {lengths}.")
+        self.tensors = tensors
+        self.length = next(iter(lengths.values()))
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {key: tensor[index] for key, tensor in self.tensors.items()}
+
+
+def first(item: Any) -> Tensor:
+    """The input among (input, label, ...), or the input itself."""
+    return item[0] if isinstance(item, Sequence) else item
+
+
+def split_batch(batch: Any) -> list[Any]:
+    """The inputs of one batch as a DataLoader gives it."""
+    if isinstance(batch, Mapping):
+        whole = DictOfTensors({key: value for key, value in batch.items() if key not in LABEL_KEYS})
+        return [whole[index] for index in range(len(whole))]
+    return list(first(batch))

@@ -1,0 +1,84 @@
+"""Which layers merge by a linear system. The only code that reads module names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+Coverage = Literal["mlp", "full"]
+
+#: A linear layer below a module called `mlp` (CLIP, SigLIP, GPT-2, Llama, ...) belongs to a block's MLP. A family
+#: that calls its MLP otherwise adds an alternative here.
+MLP_LAYER = re.compile(r"(^|\.)mlp\.")
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Linear layers that receive one and the same input tensor, hence share statistics and factorisation.
+
+    Args:
+        names: module names in the order of their first call; q, k and v of an attention form one group.
+    """
+
+    names: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The group in one word, e.g. ``layers.0.self_attn.{q_proj,k_proj,v_proj}``."""
+        if len(self.names) == 1:
+            return self.names[0]
+        parents = {name.rpartition(".")[0] for name in self.names}
+        if len(parents) > 1:
+            return "+".join(self.names)
+        leaves = ",".join(name.rpartition(".")[2] for name in self.names)
+        return f"{parents.pop()}.{{{leaves}}}".lstrip(".")
+
+    def weight_of(self, network: nn.Module) -> Tensor:
+        """The stacked weight, shape (sum of out, in)."""
+        weights = [network.get_submodule(name).weight.detach() for name in self.names]
+        return weights[0] if len(weights) == 1 else torch.cat(weights)
+
+    def split(self, weight: Tensor, network: nn.Module) -> dict[str, Tensor]:
+        """The inverse of `weight_of`: layer name -> its rows of the stacked weight."""
+        rows = [network.get_submodule(name).weight.shape[0] for name in self.names]
+        return dict(zip(self.names, weight.split(rows), strict=True))
+
+
+def covered_layers(network: nn.Module, coverage: Coverage) -> list[str]:
+    """Names of the linear layers that `coverage` asks to be solved.
+
+    `mlp`: those of every block's MLP; `full`: every linear layer.
+
+    Raises:
+        ValueError: an unknown coverage, or one that covers no layer of this network.
+    """
+    if coverage not in get_args(Coverage):
+        raise ValueError(f"coverage must be one of {', '.join(get_args(Coverage))}, not {coverage!r}.")
+    linear = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
+    if not linear:
+        raise ValueError(f"{type(network).__name__} has no linear layer (nn.Linear) to merge.")
+    if coverage == "full":
+        return linear
+    mlp = [name for name in linear if MLP_LAYER.search(name)]
+    if not mlp:
+        raise ValueError(
+            f"coverage=mlp finds no MLP among the linear layers of {type(network).__name__}: {shorten(linear)}. "
+            "Use coverage=full."
+        )
+    return mlp
+
+
+def shorten(names: Sequence[str], limit: int = 8) -> str:
+    """Names for a message: the first few in quotes, and how many more.
+
+    Example:
+        >>> shorten(["a", "b", "c"], limit=2)
+        "'a', 'b' and 1 more"
+    """
+    shown = ", ".join(repr(name) for name in names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

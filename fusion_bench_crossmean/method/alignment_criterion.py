@@ -1,0 +1,100 @@
+"""The analyzer: rho and prefix drift of a pool, from one pass of the averaged model and one of each expert."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fusion_bench import auto_register_config
+from fusion_bench.modelpool import BaseModelPool
+from torch import nn
+
+from fusion_bench_crossmean.criterion import Criterion, advice, measure
+from fusion_bench_crossmean.method.calibrated import CalibratedAlgorithm
+from fusion_bench_crossmean.networks import Networks
+from fusion_bench_crossmean.plots import plot_alignment
+from fusion_bench_crossmean.report import mean, table, write_json
+from fusion_bench_crossmean.walker import Walker
+
+log = logging.getLogger(__name__)
+
+
+@auto_register_config
+class AlignmentCriterionAnalyzer(CalibratedAlgorithm):
+    """Measures how far the merged-prefix mismatch goes, without labels and without a merge.
+
+    Writes a JSON report and, beside it, a PNG of rho by depth.
+
+    Args:
+        return_averaged_model: return the weight-averaged model that was measured, so that a task pool evaluates it;
+            otherwise there is no model to return.
+        kwargs: see `CalibratedAlgorithm`.
+
+    References: CrossMean, arXiv 2610.14762, Section 4.
+    """
+
+    report_name = "alignment_criterion.json"
+    figure_name = "alignment_criterion.png"
+
+    def __init__(self, *, return_averaged_model: bool = False, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if not isinstance(return_averaged_model, bool):
+            raise ValueError(f"return_averaged_model must be true or false, not {return_averaged_model!r}.")
+
+    def run(
+        self, modelpool: BaseModelPool | Mapping[str, nn.Module], calibration: Mapping[str, Any] | None = None
+    ) -> nn.Module | None:
+        """Measures the criterion; see `LayerwiseMerge.run` for arguments and errors.
+
+        Returns:
+            None, or the averaged model under `return_averaged_model`. The numbers are in `report`.
+        """
+        pool = modelpool if isinstance(modelpool, BaseModelPool) else BaseModelPool(dict(modelpool))
+        self.profiler.recorded_durations.clear()
+        with self.computing():
+            material = self.prepare(pool, calibration)
+            networks = Networks(material.experts, (0.0, 1.0), material.template, self.device)
+            drawn = material.calibration.on(self.device, networks.dtype)
+            with networks, Walker(networks, drawn, material.layers) as walker:
+                criterion = measure(self.walked(walker))
+        self.report = self.common_report(material) | as_record(criterion)
+        if self._is_rank_zero():
+            self._announce(criterion)
+        return networks.finish(networks.dtype) if self.return_averaged_model else None
+
+    def _announce(self, criterion: Criterion) -> None:
+        log.info("Alignment criterion by depth, means over the experts:\n%s", summary(criterion))
+        log.info(self.report["advice"])
+        if (path := self.output_path()) is not None:
+            write_json(path, self.report)
+            plot_alignment(criterion, path.with_name(self.figure_name))
+
+
+def as_record(criterion: Criterion) -> dict[str, Any]:
+    """The criterion in the report."""
+    return {
+        "rho": criterion.rho,
+        "prefix_drift": criterion.prefix_drift,
+        "advice": advice(criterion.rho),
+        "per_task": criterion.per_task(),
+        "layers": [
+            {
+                "layers": list(layer.group.names),
+                "name": layer.group.name,
+                "alignment": layer.alignment,
+                "prefix_drift": layer.prefix_drift,
+            }
+            for layer in criterion.layers
+        ],
+    }
+
+
+def summary(criterion: Criterion) -> str:
+    """A short table: the means over the experts, layer by layer, and over all."""
+    rows = [
+        [layer.group.name, f"{mean(list(layer.alignment.values())):.4f}", f"{mean(list(layer.prefix_drift.values())):.4f}"]
+        for layer in criterion.layers
+    ]
+    rows.append(["mean (rho, drift)", f"{criterion.rho:.4f}", f"{criterion.prefix_drift:.4f}"])
+    return table(["layer", "alignment", "prefix drift"], rows)

@@ -1,0 +1,233 @@
+"""What every algorithm here needs first: its settings checked, the experts loaded and checked, the inputs drawn."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from fusion_bench import BaseAlgorithm, RuntimeConstants, auto_register_config
+from fusion_bench.mixins import LightningFabricMixin, SimpleProfilerMixin
+from fusion_bench.modelpool import BaseModelPool
+from lightning import Fabric
+from torch import nn
+from tqdm.auto import tqdm
+
+from fusion_bench_crossmean.calibration import Calibration, load_calibration, open_datasets, source_for
+from fusion_bench_crossmean.coverage import Coverage, covered_layers
+from fusion_bench_crossmean.linear_system import exact_products
+from fusion_bench_crossmean.networks import activation_of, check_experts
+from fusion_bench_crossmean.report import check_writable, environment, peak_memory
+from fusion_bench_crossmean.walker import Walker
+
+#: Inputs per task under FusionBench's ``fast_dev_run=true``.
+FAST_DEV_SAMPLES = 8
+#: What FusionBench sends along with the settings.
+BOOKKEEPING = ("_usage_", "_version_", "_recursive_")
+
+
+@dataclass(frozen=True)
+class Material:
+    """What a run works on.
+
+    Args:
+        experts: task -> expert.
+        template: the pool's pretrained model, without one its first expert; the merged model is a copy of it.
+        has_pretrained: whether the template is the pretrained model.
+        layers: names of the covered layers.
+        calibration: the drawn inputs, on the device and in the dtype of the forwards.
+    """
+
+    experts: dict[str, nn.Module]
+    template: nn.Module
+    has_pretrained: bool
+    layers: list[str]
+    calibration: Calibration
+
+
+@auto_register_config
+class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorithm):
+    """Base of the merges and the analyzer: shared settings, experts and calibration inputs.
+
+    Args:
+        coverage: `mlp` (the linear layers of every block's MLP) or `full` (every linear layer).
+        num_calibration_samples: unlabelled images or texts per task, at least 1.
+        seed: of the calibration draw (and of token dropout).
+        batch_size: inputs per forward; the result does not depend on it.
+        num_workers: processes that load data, 0 for none.
+        token_dropout: fraction of the calibration tokens left out of every statistic at random, in [0, 1); an
+            ablation, 0 is off.
+        report_path: where the JSON report goes; ``{log_dir}`` is FusionBench's log folder. None: into that folder,
+            or nowhere where there is none (then `report` holds it).
+
+    Raises:
+        TypeError: a setting that does not exist.
+        ValueError: a setting out of range.
+    """
+
+    #: Default file name of the report.
+    report_name = "crossmean_report.json"
+
+    def __init__(
+        self,
+        *,
+        coverage: Coverage = "mlp",
+        num_calibration_samples: int = 256,
+        seed: int = 0,
+        batch_size: int = 32,
+        num_workers: int = 0,
+        token_dropout: float = 0.0,
+        report_path: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if unknown := [key for key in kwargs if key not in BOOKKEEPING]:
+            raise TypeError(
+                f"{type(self).__name__} has no setting {', '.join(map(repr, unknown))}; "
+                f"it has {', '.join(self.setting_names())}."
+            )
+        super().__init__(**kwargs)
+        check_choice("coverage", coverage, ("mlp", "full"))
+        check_integer("num_calibration_samples", num_calibration_samples, at_least=1)
+        check_integer("seed", seed, at_least=0)
+        check_integer("batch_size", batch_size, at_least=1)
+        check_integer("num_workers", num_workers, at_least=0)
+        check_number("token_dropout", token_dropout, 0, 1)
+        if token_dropout == 1:
+            raise ValueError("token_dropout must be below 1: at 1 no token is left.")
+        #: The last run's report, as written.
+        self.report: dict[str, Any] = {}
+
+    @classmethod
+    def setting_names(cls) -> list[str]:
+        """Every setting of the class, as in its YAML."""
+        return [key for key in cls._config_mapping.values() if key not in BOOKKEEPING]
+
+    def settings(self) -> dict[str, Any]:
+        """Every setting with its value."""
+        return {name: getattr(self, name) for name in self.setting_names()}
+
+    def prepare(self, modelpool: BaseModelPool, calibration: Mapping[str, Any] | None) -> Material:
+        """Loads and checks everything a run needs, the cheap checks first.
+
+        Args:
+            modelpool: FusionBench's pool.
+            calibration: task -> inputs, see `calibration.plain`; None takes them from the pool.
+        """
+        for path in self._outputs():
+            check_writable(path)
+        tasks = modelpool.model_names
+        if not tasks:
+            check_experts({})
+        count = min(self.num_calibration_samples, FAST_DEV_SAMPLES if RuntimeConstants.debug else math.inf)
+        source = source_for(modelpool, calibration)
+        datasets = open_datasets(source, tasks, int(count))
+        with self.profile("load experts"):
+            experts: dict[str, nn.Module] = {}
+            for task in self.progress(tasks, "loading experts"):
+                experts[task] = modelpool.load_model(task)
+            pretrained = {"_pretrained_": modelpool.load_model("_pretrained_")} if modelpool.has_pretrained else {}
+            check_experts(experts | pretrained)
+            template = pretrained.get("_pretrained_", next(iter(experts.values())))
+            layers = covered_layers(template, self.coverage)
+        with self.profile("load calibration"):
+            drawn = load_calibration(
+                source,
+                datasets,
+                num_samples=int(count),
+                seed=self.seed,
+                batch_size=self.batch_size,
+                num_workers=self.num_workers,
+                token_dropout=self.token_dropout,
+                progress=self.progress,
+            )
+        return Material(experts, template, bool(pretrained), layers, drawn)
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """No gradients, no autocast, no inference mode, full float32 products; all as before afterwards."""
+        autocast_off = torch.autocast(self.device.type, enabled=False)
+        with torch.inference_mode(False), torch.no_grad(), autocast_off, exact_products():
+            yield
+
+    @property
+    def device(self) -> torch.device:
+        """Where the run computes: Fabric's device."""
+        if self._fabric_instance is None:  # plain Python, no FusionBench program around
+            self._fabric_instance = Fabric(devices=1)
+        return self._fabric_instance.device
+
+    def progress(self, items: Any, stage: str) -> Any:
+        """`items` with a progress bar, on rank zero only."""
+        return tqdm(items, desc=stage, dynamic_ncols=True, leave=False, disable=not self._is_rank_zero())
+
+    def walked(self, walker: Walker) -> Iterator[Any]:
+        """The walk with its one progress bar, its forwards timed."""
+        steps = iter(walker)
+        with tqdm(total=len(walker), dynamic_ncols=True, disable=not self._is_rank_zero()) as bar:
+            while True:
+                bar.set_description(f"{type(self).__name__}: forwards")
+                with self.profile("forwards"):
+                    step = next(steps, None)
+                if step is None:
+                    return
+                bar.set_description(f"{type(self).__name__}: {step[0].name}")
+                yield step
+                bar.update()
+
+    def common_report(self, material: Material) -> dict[str, Any]:
+        """The part of a report that every algorithm shares."""
+        return {
+            "method": type(self).__name__,
+            "settings": self.settings(),
+            "versions": environment(),
+            "tasks": list(material.experts),
+            "activation": activation_of(material.template),
+            "num_covered_layers": len(material.layers),
+            "calibration_indices": material.calibration.indices,
+            "seconds": {stage: sum(times) for stage, times in self.profiler.recorded_durations.items()},
+            "peak_memory": peak_memory(),
+        }
+
+    def output_path(self, name: str | None = None) -> Path | None:
+        """Where the report goes, or a file called `name` beside it; None: nowhere."""
+        if self.report_path is not None:
+            path = Path(self.report_path.format(log_dir=self.log_dir))
+        elif self.log_dir is not None:
+            path = Path(self.log_dir) / self.report_name
+        else:
+            return None
+        return path.with_name(name) if name else path
+
+    def _outputs(self) -> Iterator[Path]:
+        """Every file that this run is going to write, FusionBench's merged model included."""
+        if (path := self.output_path()) is not None:
+            yield path
+        saved = getattr(self._program, "merged_model_save_path", None)
+        if saved is not None:
+            yield Path(saved.format(log_dir=self.log_dir)).parent / "merged_model"  # a file or a folder, as the pool saves
+
+    def _is_rank_zero(self) -> bool:
+        return self._fabric_instance is None or self._fabric_instance.is_global_zero
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Raises `ValueError` unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}.")
+
+
+def check_integer(name: str, value: Any, at_least: int) -> None:
+    """Raises `ValueError` unless `value` is an integer of at least `at_least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise ValueError(f"{name} must be an integer of at least {at_least}, not {value!r}.")
+
+
+def check_number(name: str, value: Any, low: float, high: float = math.inf) -> None:
+    """Raises `ValueError` unless `value` is a number in [low, high]."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+        limits = f"in [{low:g}, {high:g}]" if math.isfinite(high) else f"of at least {low:g}"
+        raise ValueError(f"{name} must be a number {limits}, not {value!r}.")

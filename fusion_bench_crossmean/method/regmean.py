@@ -1,0 +1,20 @@
+"""RegMean in the same loop, for comparisons with the same stabilisation and calibration draw."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fusion_bench_crossmean.method.base import LayerwiseMerge
+from fusion_bench_crossmean.walker import Inputs
+
+
+class RegMeanAlgorithm(LayerwiseMerge):
+    """``W = (sum_t W_t G_t) (sum_t G_t)^-1`` with ``G_t = X_t' X_t`` measured on the experts.
+
+    References: Dataless knowledge fusion by merging weights of language models (Jin et al., 2023).
+    """
+
+    network_points = (1.0,)
+
+    def input_pair(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        return inputs[1], inputs[1]

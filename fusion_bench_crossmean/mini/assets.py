@@ -1,0 +1,40 @@
+"""Folders of the mini benchmark's weights, for the configs: shipped ones, or built ones in a cache."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from fusion_bench_crossmean.compat import apply_cures
+from fusion_bench_crossmean.mini.tasks import register_tasks
+
+WEIGHTS_DIR = Path(__file__).parent / "weights"
+BUILD_COMMAND = "python -m fusion_bench_crossmean.mini.build_clip --activation {}"
+
+
+def cache_folder() -> Path:
+    """Where built weights live: `$FUSION_BENCH_CROSSMEAN_CACHE`, else a folder in the user's cache."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fusion_bench_crossmean"
+    return Path(os.environ.get("FUSION_BENCH_CROSSMEAN_CACHE") or default)
+
+
+def asset_folder(name: str) -> Path:
+    """The folder of ``mini-clip`` or ``mini-clip-gelu``, ready for use.
+
+    Folder names end in a hash of the weights, because FusionBench caches zero-shot heads by model path.
+
+    Raises:
+        ValueError: no such asset.
+        FileNotFoundError: it has to be built first; the message has the command.
+    """
+    places = {"mini-clip": (WEIGHTS_DIR, "quick_gelu"), "mini-clip-gelu": (cache_folder(), "gelu")}
+    if name not in places:
+        raise ValueError(f"There is no asset {name!r}; there are {', '.join(places)}.")
+    root, activation = places[name]
+    found = sorted(root.glob(f"mini-clip-{activation}-*/pretrained/config.json"))
+    if not found:
+        command = BUILD_COMMAND.format(activation)
+        raise FileNotFoundError(f"The weights of {name!r} are not in {root}. Build them (about 20 minutes): {command}")
+    apply_cures()
+    register_tasks()
+    return found[-1].parents[1]

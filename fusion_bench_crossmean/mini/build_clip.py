@@ -1,0 +1,247 @@
+"""Makes the mini benchmark's weights: a small CLIP trained jointly on the mini tasks, then one expert per task.
+
+    python -m fusion_bench_crossmean.mini.build_clip --output weights --activation quick_gelu
+
+follows the protocol of the papers: pretraining trains both towers; fine-tuning trains the vision tower alone,
+against the frozen zero-shot head (the text features of the task's class names). Training sees training rows only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import hashlib
+import json
+import logging
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import CLIPConfig, CLIPModel, CLIPProcessor, CLIPVisionModel
+
+from fusion_bench_crossmean.mini.tasks import IMAGE_SIDE, PREFIX, PROMPTS, fill_prompt, read_split
+
+log = logging.getLogger(__name__)
+
+VISION = {
+    "hidden_size": 112,
+    "intermediate_size": 448,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "image_size": IMAGE_SIDE,
+    "patch_size": 7,
+}
+TEXT = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+PROJECTION = 64
+CONTEXT_LENGTH = 64  # bytes of a prompt, with both end marks
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the weights are trained. Steps are optimiser steps; rates are peaks of a one-cycle schedule."""
+
+    pretrain_steps: int = 1600
+    pretrain_batch: int = 96
+    pretrain_rate: float = 1e-3
+    expert_steps: int = 600
+    expert_batch: int = 64
+    expert_rate: float = 5e-4
+    weight_decay: float = 0.05
+    holdout: int = 0  # training rows per task kept out of training, to tune this recipe on
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class TaskTensors:
+    """Training rows of one task: normalised pixels (n, 3, 28, 28), labels (n,), token ids and mask (classes, length)."""
+
+    pixels: Tensor
+    labels: Tensor
+    token_ids: Tensor
+    token_mask: Tensor
+
+
+def write_tokenizer_and_processor(folder: Path) -> None:
+    """A byte-level CLIP tokenizer (514 entries, no merges) and the image processor, as files that any version reads."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    byte_to_char = {b: chr(b) for b in printable}
+    for b in range(256):  # the other bytes get characters of their own, as in GPT-2's and CLIP's vocabularies
+        byte_to_char.setdefault(b, chr(256 + len(byte_to_char) - len(printable)))
+    characters = list(byte_to_char.values())
+    words = characters + [c + "</w>" for c in characters] + ["<|startoftext|>", "<|endoftext|>"]
+    special = {"bos_token": "<|startoftext|>"}
+    special |= dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>")
+    mean_and_std = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+    files = {
+        "vocab.json": {word: index for index, word in enumerate(words)},
+        "special_tokens_map.json": special,
+        "tokenizer_config.json": special
+        | {"tokenizer_class": "CLIPTokenizer", "model_max_length": CONTEXT_LENGTH, "do_lower_case": True},
+        "preprocessor_config.json": {
+            "image_processor_type": "CLIPImageProcessor",
+            "do_convert_rgb": True,
+            "do_resize": True,
+            "size": {"shortest_edge": IMAGE_SIDE},
+            "do_center_crop": True,
+            "crop_size": {"height": IMAGE_SIDE, "width": IMAGE_SIDE},
+            "resample": 3,
+            "do_normalize": True,
+        }
+        | mean_and_std,
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
+    (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+
+
+def make_config(activation: str) -> CLIPConfig:
+    """The mini CLIP: 0.93 M parameters of vision tower, byte-level text tower."""
+    begin, end = 512, 513
+    text = TEXT | {"vocab_size": 514, "max_position_embeddings": CONTEXT_LENGTH, "projection_dim": PROJECTION}
+    text |= {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": end, "hidden_act": activation}
+    vision = VISION | {"projection_dim": PROJECTION, "hidden_act": activation}
+    return CLIPConfig(text_config=text, vision_config=vision, projection_dim=PROJECTION)
+
+
+def to_pixels(images: Tensor) -> Tensor:
+    """uint8 (n, 28, 28, 3) to what the image processor makes of it: float32 (n, 3, 28, 28) in [-1, 1]."""
+    return images.permute(0, 3, 1, 2).float() / 127.5 - 1
+
+
+def load_tensors(processor: CLIPProcessor, rows: slice) -> dict[str, TaskTensors]:
+    tasks = {}
+    for task in PROMPTS:
+        split = read_split(task, "train")
+        texts = [fill_prompt(task, name) for name in split.class_names]
+        tokens = processor(text=texts, return_tensors="pt", padding="max_length", max_length=48)
+        pixels = to_pixels(torch.from_numpy(split.square_images()[rows]))
+        labels = torch.from_numpy(split.labels[rows])
+        tasks[task] = TaskTensors(pixels, labels, tokens["input_ids"], tokens["attention_mask"])
+    return tasks
+
+
+def augment(pixels: Tensor) -> Tensor:
+    """A small random rotation, scaling and shift of every image; the border is repeated."""
+    n = len(pixels)
+    angle, scale = torch.empty(n).uniform_(-0.15, 0.15), torch.empty(n).uniform_(0.9, 1.1)
+    shift = torch.empty(n, 2).uniform_(-0.12, 0.12)
+    cos, sin = scale * angle.cos(), scale * angle.sin()
+    matrix = torch.stack([torch.stack([cos, -sin, shift[:, 0]], 1), torch.stack([sin, cos, shift[:, 1]], 1)], 1)
+    grid = F.affine_grid(matrix, list(pixels.shape), align_corners=False)
+    return F.grid_sample(pixels, grid, padding_mode="border", align_corners=False)
+
+
+def text_features(model: CLIPModel, task: TaskTensors) -> Tensor:
+    """The zero-shot head of a task: unit rows, shape (classes, projection)."""
+    pooled = model.text_model(input_ids=task.token_ids, attention_mask=task.token_mask)[1]
+    return F.normalize(model.text_projection(pooled), dim=-1)
+
+
+def image_features(model: CLIPModel, pixels: Tensor) -> Tensor:
+    return F.normalize(model.visual_projection(model.vision_model(pixel_values=pixels)[1]), dim=-1)
+
+
+def make_optimizer(parameters: list, rate: float, steps: int, weight_decay: float):
+    optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=weight_decay)
+    return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
+
+
+def pretrain(model: CLIPModel, tasks: dict[str, TaskTensors], recipe: Recipe) -> None:
+    """Trains both towers on all tasks at once; every image is classified among its own task's texts."""
+    torch.manual_seed(recipe.seed)
+    optimizer, schedule = make_optimizer(
+        list(model.parameters()), recipe.pretrain_rate, recipe.pretrain_steps, recipe.weight_decay
+    )
+    per_task = recipe.pretrain_batch // len(tasks)
+    model.train()
+    for _ in tqdm(range(recipe.pretrain_steps), desc="pretraining", dynamic_ncols=True):
+        rows = {name: torch.randint(len(task.labels), (per_task,)) for name, task in tasks.items()}
+        pixels = augment(torch.cat([task.pixels[rows[name]] for name, task in tasks.items()]))
+        features = image_features(model, pixels).split(per_task)
+        scale = model.logit_scale.exp()
+        loss = torch.stack(
+            [
+                F.cross_entropy(scale * x @ text_features(model, task).T, task.labels[rows[name]])
+                for x, (name, task) in zip(features, tasks.items(), strict=True)
+            ]
+        ).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+
+
+def fine_tune(pretrained: CLIPModel, name: str, task: TaskTensors, recipe: Recipe) -> CLIPModel:
+    """One expert: the vision tower trained on one task against its frozen zero-shot head."""
+    torch.manual_seed(recipe.seed + 1 + list(PROMPTS).index(name))
+    model = copy.deepcopy(pretrained).requires_grad_(False)
+    head = text_features(model, task)
+    model.vision_model.requires_grad_(True).train()
+    optimizer, schedule = make_optimizer(
+        list(model.vision_model.parameters()), recipe.expert_rate, recipe.expert_steps, recipe.weight_decay
+    )
+    for _ in tqdm(range(recipe.expert_steps), desc=f"expert {name}", dynamic_ncols=True):
+        rows = torch.randint(len(task.labels), (recipe.expert_batch,))
+        logits = model.logit_scale.exp() * image_features(model, augment(task.pixels[rows])) @ head.T
+        loss = F.cross_entropy(logits, task.labels[rows])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.vision_model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    return model.eval()
+
+
+@torch.no_grad()
+def accuracy(model: CLIPModel, task: TaskTensors) -> float:
+    """Fraction of rows classified rightly by the zero-shot head."""
+    return (image_features(model.eval(), task.pixels) @ text_features(model, task).T).argmax(1).eq(task.labels).float().mean().item()
+
+
+def save_half(model: CLIPModel | CLIPVisionModel, folder: Path) -> None:
+    """Stores float16 weights whose three configs say float32, so that every transformers version loads float32."""
+    model = copy.deepcopy(model).half()
+    model.save_pretrained(folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    for part in (config, config.get("vision_config"), config.get("text_config")):
+        if part is not None:
+            part.pop("torch_dtype", None)
+            part["dtype"] = "float32"  # the key of transformers 5
+            part["torch_dtype"] = "float32"  # the key of transformers 4
+            part.pop("transformers_version", None)
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def vision_tower(model: CLIPModel) -> CLIPVisionModel:
+    """The vision tower on its own, as FusionBench's pools load experts."""
+    tower = CLIPVisionModel(model.config.vision_config)
+    inner = getattr(tower, "vision_model", tower)  # flat in transformers 5
+    inner.load_state_dict(model.vision_model.state_dict())
+    return tower
+
+
+def build(output: Path, activation: str, recipe: Recipe) -> dict[str, dict[str, float]]:
+    """Trains everything and writes `output`/{pretrained, <task>...}; returns training-set (or hold-out) accuracies."""
+    pretrained_dir = output / "pretrained"
+    pretrained_dir.mkdir(parents=True, exist_ok=True)
+    write_tokenizer_and_processor(pretrained_dir)
+    processor = CLIPProcessor.from_pretrained(pretrained_dir)
+    tasks = load_tensors(processor, slice(recipe.holdout, None))
+    judged = load_tensors(processor, slice(recipe.holdout)) if recipe.holdout else tasks
+
+    torch.manual_seed(recipe.seed)
+    model = CLIPModel(make_config(activation))
+    pretrain(model, tasks, recipe)
+    save_half(model, pretrained_dir)
+    scores = {"pretrained": {name: accuracy(model, task) for name, task in judged.items()}, "expert": {}}
+    for name, task in tasks.items():
+        expert = fine_tune(model, name, task, recipe)
+        save_half(vision_tower(expert), output / (PREFIX + name))
+        scores["expert"][name] = accuracy(expert, judged[name])
+    return scores

@@ -1,0 +1,109 @@
+"""The record of a run: settings, calibration inputs, one entry per layer group, times and memory; as JSON and table."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import resource
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+PACKAGES = ("fusion-bench-crossmean", "fusion-bench", "torch", "transformers")
+
+
+def environment() -> dict[str, str]:
+    """Versions of what a result depends on."""
+    return {"python": sys.version.split()[0]} | {package: version(package) for package in PACKAGES}
+
+
+def peak_memory() -> dict[str, float]:
+    """Peak memory of this process so far, in GiB: `resident`, and `cuda_allocated` where there is such a device."""
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss counts bytes there, KiB elsewhere
+    peaks = {"resident_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
+    if torch.cuda.is_available():
+        peaks["cuda_allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return peaks
+
+
+def mean(values: Sequence[float]) -> float:
+    """Mean of the finite values; NaN where there is none.
+
+    Example:
+        >>> mean([1.0, float("nan"), 3.0])
+        2.0
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else float("nan")
+
+
+def as_json(value: Any) -> Any:
+    """`value` with JSON's types only: tuples become lists, numbers that are not finite become null."""
+    if isinstance(value, Mapping):
+        return {str(key): as_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A temporary name beside `path` to write to; renamed to it at the end, removed after an error."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=path.suffix)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes `content` to `path`, whole or not at all."""
+    with written_whole(path) as temporary:
+        temporary.write_text(json.dumps(as_json(content), indent=1) + "\n", encoding="utf-8")
+    log.info("Report written to %s", path)
+
+
+def check_writable(path: Path) -> None:
+    """Raises `OSError` naming `path` where it cannot be written; leaves nothing but its parent folder behind."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise OSError(f"The output {str(path)!r} cannot be written: {error}. Choose another path.") from error
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Columns of text, numbers to the right.
+
+    Example:
+        >>> print(table(["layer", "rank"], [["fc1", 7], ["fc2", 12]]))
+        layer  rank
+        fc1       7
+        fc2      12
+    """
+    texts = [[cell if isinstance(cell, str) else f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row]
+             for row in [header, *rows]]  # fmt: skip
+    widths = [max(len(row[i]) for row in texts) for i in range(len(header))]
+    first, *others = widths
+    lines = ["  ".join([row[0].ljust(first), *(c.rjust(w) for c, w in zip(row[1:], others, strict=True))]) for row in texts]
+    return "\n".join(line.rstrip() for line in lines)
