@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -40,13 +40,19 @@ class LayerGroup:
 
     def weight_of(self, network: nn.Module) -> Tensor:
         """The stacked weight, shape (sum of out, in)."""
-        weights = [network.get_submodule(name).weight.detach() for name in self.names]
+        weights = [layer_weight(network, name).detach() for name in self.names]
         return weights[0] if len(weights) == 1 else torch.cat(weights)
 
     def split(self, weight: Tensor, network: nn.Module) -> dict[str, Tensor]:
         """The inverse of `weight_of`: layer name -> its rows of the stacked weight."""
-        rows = [network.get_submodule(name).weight.shape[0] for name in self.names]
+        rows = [layer_weight(network, name).shape[0] for name in self.names]
         return dict(zip(self.names, weight.split(rows), strict=True))
+
+
+def layer_weight(network: nn.Module, name: str) -> Tensor:
+    """The weight of the layer called `name`, itself and not a copy."""
+    layer: Any = network.get_submodule(name)
+    return layer.weight
 
 
 def covered_layers(network: nn.Module, coverage: Coverage) -> list[str]:

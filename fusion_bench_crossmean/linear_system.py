@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from scipy.linalg.lapack import dpstrf
+from scipy.linalg.lapack import dpstrf  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ def accumulate(pairs: Iterable[tuple[Tensor, Tensor]]) -> PairedStatistics:
         dtype = torch.promote_types(left.dtype, torch.float32)
         left = left.to(dtype)
         right = left if same else right.to(dtype)
-        if gram is None:
+        if gram is None or bilinear is None:
             gram = left.new_zeros(left.shape[1], left.shape[1])
             bilinear = gram if same else torch.zeros_like(gram)
         gram.addmm_(left.T, left)
@@ -247,9 +247,7 @@ class LinearSystem:
         weight = solution.T.contiguous()
         weight[:, dead] = fallback.to(weight)[:, dead]
         dead_features = dead.nonzero().flatten().tolist()
-        return Solution(
-            weight, relative_ridge * mean_diagonal, relative_ridge, residual, rank, len(lhs), dead_features
-        )
+        return Solution(weight, relative_ridge * mean_diagonal, relative_ridge, residual, rank, len(lhs), dead_features)
 
     def _factorise(self, lhs: Tensor, diagonal: Tensor, mean_diagonal: float) -> tuple[Tensor, float]:
         """Lower Cholesky factor of `lhs` with ``diagonal + r`` written on its diagonal, and r / mean_diagonal."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_crossmean.coverage import LayerGroup, shorten
+from fusion_bench_crossmean.coverage import LayerGroup, layer_weight, shorten
 
 #: Entries of a transformers config that change what the same weights compute.
 FUNCTIONAL_CONFIG = ("hidden_act", "num_attention_heads", "layer_norm_eps")
@@ -51,7 +51,7 @@ class Networks:
         self.experts = {task: self._placed(expert) for task, expert in experts.items()}
         self._requires_grad = {name: p.requires_grad for name, p in template.named_parameters()}
         # Autocast caches casts of parameters that require gradients; the merged ones change under its feet.
-        self.merged = copy.deepcopy(template).to(self.device, self.dtype).eval().requires_grad_(False)
+        self.merged = copy.deepcopy(template).to(self.device, self.dtype).eval().requires_grad_(requires_grad=False)
         average_into(self.merged, list(self.experts.values()))
         self.paths: dict[tuple[str, float], nn.Module] = {}
         for task, expert in self.experts.items():
@@ -62,9 +62,7 @@ class Networks:
     def _placed(self, expert: nn.Module) -> nn.Module:
         """The expert itself where it already has the device and dtype, else a copy that does: it is not ours."""
         tensors = [*expert.parameters(), *expert.buffers()]
-        fits = all(
-            t.device == self.device and (t.dtype == self.dtype or not t.is_floating_point()) for t in tensors
-        )
+        fits = all(t.device == self.device and (t.dtype == self.dtype or not t.is_floating_point()) for t in tensors)
         return expert if fits else copy.deepcopy(expert).to(self.device, self.dtype)
 
     def __enter__(self) -> Networks:
@@ -89,7 +87,7 @@ class Networks:
             ArithmeticError: it does not fit the networks' dtype.
         """
         for name, rows in group.split(weight, self.merged).items():
-            stored = self.merged.get_submodule(name).weight
+            stored = layer_weight(self.merged, name)
             stored.copy_(rows)
             if not stored.isfinite().all():
                 raise ArithmeticError(
@@ -97,8 +95,8 @@ class Networks:
                     f"{float(rows.abs().max()):.3g}). Use dtype=float32."
                 )
             for (task, point), path in self.paths.items():
-                expert = self.experts[task].get_submodule(name).weight
-                path.get_submodule(name).weight.copy_(torch.lerp(stored, expert, point))
+                expert = layer_weight(self.experts[task], name)
+                layer_weight(path, name).copy_(torch.lerp(stored, expert, point))
 
     def finish(self, dtype: torch.dtype) -> nn.Module:
         """The merged network in `dtype`, its parameters as trainable as the template's.
@@ -154,17 +152,22 @@ def interpolate(merged: nn.Module, expert: nn.Module, point: float) -> nn.Module
 def ready_to_run(network: nn.Module) -> Iterator[None]:
     """Eval mode and no recording of intermediate outputs inside the block; afterwards as before, also after errors."""
     modes = {module: module.training for module in network.modules()}
-    config = getattr(network, "config", None)
-    recorded = {key: getattr(config, key) for key in RECORDING_CONFIG if getattr(config, key, False)}
+    configs = {id(config): config for module in modes if (config := getattr(module, "config", None)) is not None}
+    recorded = [
+        (config, key, value)
+        for config in configs.values()
+        for key in RECORDING_CONFIG
+        if (value := getattr(config, key, False))
+    ]
     network.eval()
-    for key in recorded:
+    for config, key, _ in recorded:
         setattr(config, key, False)
     try:
         yield
     finally:
         for module, training in modes.items():
             module.training = training
-        for key, value in recorded.items():
+        for config, key, value in recorded:
             setattr(config, key, value)
 
 
@@ -216,12 +219,15 @@ def check_tensors(reference: str, first: nn.Module, name: str, expert: nn.Module
             "Take the model out of modelpool.models, or bring its tensors to the same shape."
         )
     if kinds := [k for k in shared if ours[k].is_floating_point() != theirs[k].is_floating_point()]:
-        raise ValueError(f"{shorten(kinds)}: floating point in one of {reference!r} and {name!r}, integer in the other.")
+        raise ValueError(
+            f"{shorten(kinds)}: floating point in one of {reference!r} and {name!r}, integer in the other."
+        )
     if integers := [
         k for k in shared if not ours[k].is_floating_point() and not torch.equal(ours[k], theirs[k].to(ours[k]))
     ]:
         raise ValueError(
-            f"Integer buffers are copied, and must agree: {shorten(integers)} differ between {reference!r} and {name!r}."
+            f"Integer buffers are copied, and must agree: {shorten(integers)} differ between {reference!r} and "
+            f"{name!r}."
         )
 
 
@@ -244,7 +250,9 @@ def check_architecture(reference: str, first: nn.Module, name: str, expert: nn.M
     for key in FUNCTIONAL_CONFIG:
         a, b = (getattr(getattr(network, "config", None), key, None) for network in (first, expert))
         if a != b:
-            raise ValueError(f"Experts must share one architecture: {key} is {a!r} in {reference!r} and {b!r} in {name!r}.")
+            raise ValueError(
+                f"Experts must share one architecture: {key} is {a!r} in {reference!r} and {b!r} in {name!r}."
+            )
 
 
 def activation_of(network: nn.Module) -> str:

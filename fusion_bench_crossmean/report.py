@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import math
@@ -80,6 +81,12 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     log.info("Report written to %s", path)
 
 
+def unused(path: Path) -> Path:
+    """`path`, or the first of ``name_1.json``, ``name_2.json`` ... that does not exist yet."""
+    numbered = (path.with_stem(f"{path.stem}_{number}") for number in itertools.count(1))
+    return next(candidate for candidate in itertools.chain([path], numbered) if not candidate.exists())
+
+
 def check_writable(path: Path) -> None:
     """Raises `OSError` naming `path` where it cannot be written; leaves nothing but its parent folder behind."""
     try:
@@ -101,9 +108,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
         fc1       7
         fc2      12
     """
-    texts = [[cell if isinstance(cell, str) else f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row]
-             for row in [header, *rows]]  # fmt: skip
-    widths = [max(len(row[i]) for row in texts) for i in range(len(header))]
-    first, *others = widths
-    lines = ["  ".join([row[0].ljust(first), *(c.rjust(w) for c, w in zip(row[1:], others, strict=True))]) for row in texts]
-    return "\n".join(line.rstrip() for line in lines)
+    texts = [[str(cell) for cell in row] for row in (header, *rows)]
+    first, *others = [max(len(row[i]) for row in texts) for i in range(len(header))]
+    lines = []
+    for row in texts:
+        numbers = [cell.rjust(width) for cell, width in zip(row[1:], others, strict=True)]
+        lines.append("  ".join([row[0].ljust(first), *numbers]).rstrip())
+    return "\n".join(lines)

@@ -8,9 +8,10 @@ the group is measured, so one pass per network and batch replaces one pass per l
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Protocol
 
 import greenlet
@@ -20,6 +21,10 @@ from torch import Tensor, nn
 from fusion_bench_crossmean.calibration import Batch
 from fusion_bench_crossmean.coverage import LayerGroup, shorten
 
+log = logging.getLogger(__name__)
+
+#: For a hook that another thread calls while it is being registered: torch marks it as one with keywords only then.
+NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
 #: What a layer group receives from one calibration batch: path point -> inputs of shape (tokens, in).
 Inputs = dict[float, Tensor]
 
@@ -72,7 +77,9 @@ class Walker:
                 module = self.networks.network(task, point)
                 modules[id(module)] = module
                 for index, batch in enumerate(batches):
-                    self._forwards[task, index, point] = _Forward(module, batch, self._owner)
+                    forward = _Forward(module, batch, self._owner)
+                    self._forwards[task, index, point] = forward
+                    self._stack.callback(forward.cancel)
         for module in modules.values():
             for group in self.groups:
                 first = module.get_submodule(group.names[0])
@@ -83,10 +90,10 @@ class Walker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.close()
-        for forward in self._forwards.values():
-            forward.cancel()
-        self._forwards.clear()
+        try:
+            self._stack.close()  # the hooks, then every forward, whatever goes wrong with one of them
+        finally:
+            self._forwards.clear()
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -119,11 +126,13 @@ def probe(network: nn.Module, batch: Batch, layers: Sequence[str]) -> list[Layer
         WalkError: a layer is never reached, or reached twice.
     """
     calls: list[tuple[str, Tensor]] = []  # holds the inputs, so that no identity is reused
+    here = greenlet.getcurrent()
     with contextlib.ExitStack() as stack:
         for name in layers:
 
-            def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
-                calls.append((name, input_of(args, kwargs)))
+            def record(_: Any, args: Any, kwargs: Mapping[str, Any] = NO_KEYWORDS, name: str = name) -> None:
+                if greenlet.getcurrent() is here:
+                    calls.append((name, input_of(args, kwargs)))
 
             hook = network.get_submodule(name).register_forward_pre_hook(record, with_kwargs=True)
             stack.callback(hook.remove)
@@ -166,7 +175,7 @@ class _Pause:
         self.layer = layer
         self.owner = owner
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] = NO_KEYWORDS) -> None:
         current = greenlet.getcurrent()
         if isinstance(current, _Forward) and current.owner is self.owner:
             current.pause(self.layer, input_of(args, kwargs))
@@ -183,7 +192,7 @@ class _Forward(greenlet.greenlet):
         self._waits_at: str | None = None
         self._modes = _ThreadModes.now()
 
-    def run(self) -> None:
+    def run(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  (the documented way)
         self._modes.restore()
         self._batch.run(self._module)
 
@@ -191,6 +200,7 @@ class _Forward(greenlet.greenlet):
         """Called inside the forward: switches to the walker and comes back when it resumes this forward."""
         modes = _ThreadModes.now()
         self._modes.check_against(modes, layer)
+        assert self.parent is not None  # a forward that runs was started by the walker
         self.parent.switch((layer, self._batch.rows(tensor)))
         modes.restore()
 
@@ -216,7 +226,10 @@ class _Forward(greenlet.greenlet):
             if not self:
                 break
             with _ThreadModes.kept():
-                self.throw(greenlet.GreenletExit)
+                try:
+                    self.throw(greenlet.GreenletExit)
+                except Exception:  # its own clean-up failed: no reason to hide why the walk ends
+                    log.warning("A paused forward failed while it was being ended.", exc_info=True)
 
     def _resume(self) -> tuple[str, Tensor] | None:
         # An exception in a greenlet surfaces in its parent: whoever resumes the forward must be that parent.
@@ -272,7 +285,10 @@ class _ThreadModes:
             name
             for name, differs in (
                 ("torch.inference_mode", self.inference != inside.inference),
-                ("a torch function mode (such as 'with torch.device(...)')", self.function_modes != inside.function_modes),
+                (
+                    "a torch function mode (such as 'with torch.device(...)')",
+                    self.function_modes != inside.function_modes,
+                ),
                 ("a torch dispatch mode", self.dispatch_modes != inside.dispatch_modes),
             )
             if differs

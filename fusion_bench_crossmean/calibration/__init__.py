@@ -10,4 +10,12 @@ from fusion_bench_crossmean.calibration.load import (
     source_for,
 )
 
-__all__ = ["Batch", "Calibration", "CalibrationSource", "draw_indices", "load_calibration", "open_datasets", "source_for"]
+__all__ = [
+    "Batch",
+    "Calibration",
+    "CalibrationSource",
+    "draw_indices",
+    "load_calibration",
+    "open_datasets",
+    "source_for",
+]

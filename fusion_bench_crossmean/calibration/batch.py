@@ -19,14 +19,14 @@ class Batch:
         kwargs: keyword arguments of the network.
         token_mask: bool, shape (batch, tokens): True where a token counts. None: all count.
         token_dropout: fraction of the tokens left out of every statistic at random; the forward still sees them.
-        dropout_seed: the same seed drops the same tokens at every layer and in every network.
+        dropout_seeds: one per input; the same seed drops the same tokens at every layer and in every network.
     """
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     token_mask: Tensor | None = None
     token_dropout: float = 0.0
-    dropout_seed: int = 0
+    dropout_seeds: tuple[int, ...] = ()
 
     def run(self, network: nn.Module) -> Any:
         """Calls the network."""
@@ -73,6 +73,11 @@ class Batch:
             )
         if not self.token_dropout:
             return self.token_mask
-        generator = torch.Generator().manual_seed(self.dropout_seed)
-        kept = (torch.rand(tokens, generator=generator) >= self.token_dropout).to(inputs.device)
+        if len(self.dropout_seeds) != tokens[0]:
+            raise ValueError(
+                f"A layer's inputs have the token axes {tuple(tokens)}, the batch has {len(self.dropout_seeds)} "
+                "inputs: their tokens cannot be told apart there. Set token_dropout to 0."
+            )
+        draws = [torch.rand(tokens[1:], generator=torch.Generator().manual_seed(s)) for s in self.dropout_seeds]
+        kept = (torch.stack(draws) >= self.token_dropout).to(inputs.device)
         return kept if self.token_mask is None else kept & self.token_mask

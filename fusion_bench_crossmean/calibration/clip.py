@@ -33,7 +33,8 @@ class CLIPPoolSource:
             )
         if self._processor is None:
             self._processor = self.modelpool.load_processor()
-        return CLIPDataset(self.modelpool.load_train_dataset(task), self._processor)
+        rows: Any = self.modelpool.load_train_dataset(task)
+        return CLIPDataset(rows, self._processor)
 
     def collate(self, items: Sequence[Any]) -> Batch:
         return Batch(kwargs={"pixel_values": torch.stack([image for image, *_ in items])})

@@ -118,12 +118,19 @@ def load_calibration(
     batches: dict[str, list[Batch]] = {}
     for task in progress(datasets, "loading calibration inputs"):
         drawn: Any = Subset(datasets[task], indices[task])
-        loader = DataLoader(drawn, batch_size=batch_size, num_workers=num_workers, collate_fn=source.collate)
+        loader = DataLoader(
+            drawn,
+            batch_size=batch_size,
+            num_workers=num_workers,
+            collate_fn=source.collate,
+            generator=torch.Generator().manual_seed(seed),  # else it draws its workers' seeds from the global state
+        )
+        seeds = [zlib.crc32(f"{seed} {task} {index}".encode()) for index in indices[task]]
         batches[task] = []
-        for index, batch in enumerate(loader):
+        for start, batch in zip(range(0, num_samples, batch_size), loader, strict=True):
             check_finite(batch, task)
-            dropout_seed = zlib.crc32(f"{seed} {task} {index}".encode())
-            batches[task].append(replace(batch, token_dropout=token_dropout, dropout_seed=dropout_seed))
+            dropout_seeds = tuple(seeds[start : start + batch_size])
+            batches[task].append(replace(batch, token_dropout=token_dropout, dropout_seeds=dropout_seeds))
     return Calibration(batches, indices)
 
 

@@ -35,14 +35,14 @@ class AlignmentCriterionAnalyzer(CalibratedAlgorithm):
     """
 
     report_name = "alignment_criterion.json"
-    figure_name = "alignment_criterion.png"
+    return_averaged_model: bool  # stored by `auto_register_config`
 
     def __init__(self, *, return_averaged_model: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if not isinstance(return_averaged_model, bool):
             raise ValueError(f"return_averaged_model must be true or false, not {return_averaged_model!r}.")
 
-    def run(
+    def run(  # pyright: ignore[reportIncompatibleMethodOverride]  (FusionBench's returns nothing)
         self, modelpool: BaseModelPool | Mapping[str, nn.Module], calibration: Mapping[str, Any] | None = None
     ) -> nn.Module | None:
         """Measures the criterion; see `LayerwiseMerge.run` for arguments and errors.
@@ -68,7 +68,7 @@ class AlignmentCriterionAnalyzer(CalibratedAlgorithm):
         log.info(self.report["advice"])
         if (path := self.output_path()) is not None:
             write_json(path, self.report)
-            plot_alignment(criterion, path.with_name(self.figure_name))
+            plot_alignment(criterion, path.with_suffix(".png"))
 
 
 def as_record(criterion: Criterion) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def as_record(criterion: Criterion) -> dict[str, Any]:
 def summary(criterion: Criterion) -> str:
     """A short table: the means over the experts, layer by layer, and over all."""
     rows = [
-        [layer.group.name, f"{mean(list(layer.alignment.values())):.4f}", f"{mean(list(layer.prefix_drift.values())):.4f}"]
+        [layer.group.name, *(f"{mean(list(v.values())):.4f}" for v in (layer.alignment, layer.prefix_drift))]
         for layer in criterion.layers
     ]
     rows.append(["mean (rho, drift)", f"{criterion.rho:.4f}", f"{criterion.prefix_drift:.4f}"])

@@ -35,6 +35,11 @@ class LayerwiseMerge(CalibratedAlgorithm):
         kwargs: see `CalibratedAlgorithm`.
     """
 
+    # Stored by `auto_register_config`:
+    reduce_non_diagonal_ratio: float
+    relative_ridge: float
+    task_weighting: Literal["sum", "mean"]
+
     def __init__(
         self,
         *,
@@ -53,7 +58,8 @@ class LayerwiseMerge(CalibratedAlgorithm):
         for task, weight in self.task_weights.items():
             check_number(f"task_weights.{task}", weight, 0)
         self.dtype = None if dtype is None else str(dtype).removeprefix("torch.")
-        if self.dtype is not None and not getattr(getattr(torch, self.dtype, None), "is_floating_point", False):
+        named = None if self.dtype is None else getattr(torch, self.dtype, None)
+        if self.dtype is not None and not (isinstance(named, torch.dtype) and named.is_floating_point):
             raise ValueError(f"dtype must name a floating-point type such as float32, not {dtype!r}.")
 
     @property
@@ -71,7 +77,9 @@ class LayerwiseMerge(CalibratedAlgorithm):
             self.reduce_non_diagonal_ratio, self.relative_ridge, task_weighting=self.task_weighting, name=group.name
         )
 
-    def run(self, modelpool: BaseModelPool | Mapping[str, nn.Module], calibration: Mapping[str, Any] | None = None) -> nn.Module:
+    def run(  # pyright: ignore[reportIncompatibleMethodOverride]  (FusionBench's returns nothing)
+        self, modelpool: BaseModelPool | Mapping[str, nn.Module], calibration: Mapping[str, Any] | None = None
+    ) -> nn.Module:
         """Merges the experts of a pool.
 
         Args:
@@ -112,7 +120,9 @@ class LayerwiseMerge(CalibratedAlgorithm):
                     solution = system.solve(fallback=group.weight_of(networks.merged))
                     networks.write(group, solution.weight)
                 layers.append(layer_record(group, statistics, solution))
-        template_dtype = common_dtype([material.template]) if material.has_pretrained else common_dtype(experts.values())
+        template_dtype = (
+            common_dtype([material.template]) if material.has_pretrained else common_dtype(experts.values())
+        )
         result = getattr(torch, self.dtype) if self.dtype else template_dtype or torch.float32
         return networks.finish(result), layers
 

@@ -21,7 +21,7 @@ from fusion_bench_crossmean.calibration import Calibration, load_calibration, op
 from fusion_bench_crossmean.coverage import Coverage, covered_layers
 from fusion_bench_crossmean.linear_system import exact_products
 from fusion_bench_crossmean.networks import activation_of, check_experts
-from fusion_bench_crossmean.report import check_writable, environment, peak_memory
+from fusion_bench_crossmean.report import check_writable, environment, peak_memory, unused
 from fusion_bench_crossmean.walker import Walker
 
 #: Inputs per task under FusionBench's ``fast_dev_run=true``.
@@ -71,6 +71,15 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
 
     #: Default file name of the report.
     report_name = "crossmean_report.json"
+
+    # Stored by `auto_register_config`:
+    coverage: Coverage
+    num_calibration_samples: int
+    seed: int
+    batch_size: int
+    num_workers: int
+    token_dropout: float
+    report_path: str | None
 
     def __init__(
         self,
@@ -122,9 +131,11 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
         tasks = modelpool.model_names
         if not tasks:
             check_experts({})
-        count = min(self.num_calibration_samples, FAST_DEV_SAMPLES if RuntimeConstants.debug else math.inf)
+        count = self.num_calibration_samples
+        if RuntimeConstants().debug:  # fast_dev_run: one small batch
+            count = min(count, FAST_DEV_SAMPLES, self.batch_size)
         source = source_for(modelpool, calibration)
-        datasets = open_datasets(source, tasks, int(count))
+        datasets = open_datasets(source, tasks, count)
         with self.profile("load experts"):
             experts: dict[str, nn.Module] = {}
             for task in self.progress(tasks, "loading experts"):
@@ -137,7 +148,7 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
             drawn = load_calibration(
                 source,
                 datasets,
-                num_samples=int(count),
+                num_samples=count,
                 seed=self.seed,
                 batch_size=self.batch_size,
                 num_workers=self.num_workers,
@@ -150,7 +161,7 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
     def computing(self) -> Iterator[None]:
         """No gradients, no autocast, no inference mode, full float32 products; all as before afterwards."""
         autocast_off = torch.autocast(self.device.type, enabled=False)
-        with torch.inference_mode(False), torch.no_grad(), autocast_off, exact_products():
+        with torch.inference_mode(mode=False), torch.no_grad(), autocast_off, exact_products():
             yield
 
     @property
@@ -197,7 +208,7 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
         if self.report_path is not None:
             path = Path(self.report_path.format(log_dir=self.log_dir))
         elif self.log_dir is not None:
-            path = Path(self.log_dir) / self.report_name
+            path = unused(Path(self.log_dir) / self.report_name)  # the jobs of one `-m` share their log folder
         else:
             return None
         return path.with_name(name) if name else path
@@ -208,7 +219,8 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
             yield path
         saved = getattr(self._program, "merged_model_save_path", None)
         if saved is not None:
-            yield Path(saved.format(log_dir=self.log_dir)).parent / "merged_model"  # a file or a folder, as the pool saves
+            # A file or a folder, as the pool saves.
+            yield Path(saved.format(log_dir=self.log_dir)).parent / "merged_model"
 
     def _is_rank_zero(self) -> bool:
         return self._fabric_instance is None or self._fabric_instance.is_global_zero

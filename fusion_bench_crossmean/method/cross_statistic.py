@@ -14,7 +14,9 @@ class CrossStatisticAlgorithm(LayerwiseMerge):
     References: CrossMean, arXiv 2610.14762, Eq. 3.
     """
 
-    network_points = (0.0, 1.0)
+    @property
+    def network_points(self) -> tuple[float, ...]:
+        return (0.0, 1.0)
 
     def input_pair(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         return inputs[0], inputs[1]

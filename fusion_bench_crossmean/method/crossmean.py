@@ -29,6 +29,10 @@ class CrossMeanAlgorithm(LayerwiseMerge):
     References: CrossMean, arXiv 2610.14762, Eq. 4.
     """
 
+    # Stored by `auto_register_config`:
+    symmetric_weight: float
+    gram_shrinkage: float
+
     def __init__(
         self,
         *,

@@ -14,7 +14,9 @@ class ProgressiveRegMeanAlgorithm(LayerwiseMerge):
     References: Chain of Merges (Buzzega et al., 2025); CrossMean, arXiv 2610.14762, Table 1.
     """
 
-    network_points = (0.0,)
+    @property
+    def network_points(self) -> tuple[float, ...]:
+        return (0.0,)
 
     def input_pair(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         return inputs[0], inputs[0]

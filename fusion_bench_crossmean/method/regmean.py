@@ -14,7 +14,9 @@ class RegMeanAlgorithm(LayerwiseMerge):
     References: Dataless knowledge fusion by merging weights of language models (Jin et al., 2023).
     """
 
-    network_points = (1.0,)
+    @property
+    def network_points(self) -> tuple[float, ...]:
+        return (1.0,)
 
     def input_pair(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         return inputs[1], inputs[1]

@@ -1,6 +1,6 @@
 """Makes the mini benchmark's weights: a small CLIP trained jointly on the mini tasks, then one expert per task.
 
-    python -m fusion_bench_crossmean.mini.build_clip --output weights --activation quick_gelu
+    python -m fusion_bench_crossmean.mini.build_clip --activation quick_gelu
 
 follows the protocol of the papers: pretraining trains both towers; fine-tuning trains the vision tower alone,
 against the frozen zero-shot head (the text features of the task's class names). Training sees training rows only.
@@ -12,20 +12,21 @@ import argparse
 import copy
 import hashlib
 import json
-import logging
-import os
-from dataclasses import asdict, dataclass, replace
+import tempfile
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import CLIPConfig, CLIPModel, CLIPProcessor, CLIPVisionModel
 
+from fusion_bench_crossmean.mini.assets import cache_folder
 from fusion_bench_crossmean.mini.tasks import IMAGE_SIDE, PREFIX, PROMPTS, fill_prompt, read_split
-
-log = logging.getLogger(__name__)
+from fusion_bench_crossmean.report import environment
 
 VISION = {
     "hidden_size": 112,
@@ -44,7 +45,7 @@ CONTEXT_LENGTH = 64  # bytes of a prompt, with both end marks
 class Recipe:
     """How the weights are trained. Steps are optimiser steps; rates are peaks of a one-cycle schedule."""
 
-    pretrain_steps: int = 1600
+    pretrain_steps: int = 1000
     pretrain_batch: int = 96
     pretrain_rate: float = 1e-3
     expert_steps: int = 600
@@ -57,7 +58,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class TaskTensors:
-    """Training rows of one task: normalised pixels (n, 3, 28, 28), labels (n,), token ids and mask (classes, length)."""
+    """Training rows of a task: normalised pixels (n, 3, 28, 28), labels (n,), token ids and mask (classes, length)."""
 
     pixels: Tensor
     labels: Tensor
@@ -113,11 +114,12 @@ def to_pixels(images: Tensor) -> Tensor:
 
 
 def load_tensors(processor: CLIPProcessor, rows: slice) -> dict[str, TaskTensors]:
+    """Every task's training rows in the range `rows`."""
     tasks = {}
     for task in PROMPTS:
         split = read_split(task, "train")
         texts = [fill_prompt(task, name) for name in split.class_names]
-        tokens = processor(text=texts, return_tensors="pt", padding="max_length", max_length=48)
+        tokens = processor.tokenizer(texts, return_tensors="pt", padding="max_length", max_length=48)
         pixels = to_pixels(torch.from_numpy(split.square_images()[rows]))
         labels = torch.from_numpy(split.labels[rows])
         tasks[task] = TaskTensors(pixels, labels, tokens["input_ids"], tokens["attention_mask"])
@@ -142,10 +144,14 @@ def text_features(model: CLIPModel, task: TaskTensors) -> Tensor:
 
 
 def image_features(model: CLIPModel, pixels: Tensor) -> Tensor:
+    """Unit rows, shape (n, projection)."""
     return F.normalize(model.visual_projection(model.vision_model(pixel_values=pixels)[1]), dim=-1)
 
 
-def make_optimizer(parameters: list, rate: float, steps: int, weight_decay: float):
+def make_optimizer(
+    parameters: list[torch.nn.Parameter], rate: float, steps: int, weight_decay: float
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """AdamW with a one-cycle schedule."""
     optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=weight_decay)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
 
@@ -179,9 +185,9 @@ def pretrain(model: CLIPModel, tasks: dict[str, TaskTensors], recipe: Recipe) ->
 def fine_tune(pretrained: CLIPModel, name: str, task: TaskTensors, recipe: Recipe) -> CLIPModel:
     """One expert: the vision tower trained on one task against its frozen zero-shot head."""
     torch.manual_seed(recipe.seed + 1 + list(PROMPTS).index(name))
-    model = copy.deepcopy(pretrained).requires_grad_(False)
+    model = copy.deepcopy(pretrained).requires_grad_(requires_grad=False)
     head = text_features(model, task)
-    model.vision_model.requires_grad_(True).train()
+    model.vision_model.requires_grad_(requires_grad=True).train()
     optimizer, schedule = make_optimizer(
         list(model.vision_model.parameters()), recipe.expert_rate, recipe.expert_steps, recipe.weight_decay
     )
@@ -200,27 +206,32 @@ def fine_tune(pretrained: CLIPModel, name: str, task: TaskTensors, recipe: Recip
 @torch.no_grad()
 def accuracy(model: CLIPModel, task: TaskTensors) -> float:
     """Fraction of rows classified rightly by the zero-shot head."""
-    return (image_features(model.eval(), task.pixels) @ text_features(model, task).T).argmax(1).eq(task.labels).float().mean().item()
+    logits = image_features(model.eval(), task.pixels) @ text_features(model, task).T
+    return logits.argmax(1).eq(task.labels).float().mean().item()
 
 
 def save_half(model: CLIPModel | CLIPVisionModel, folder: Path) -> None:
     """Stores float16 weights whose three configs say float32, so that every transformers version loads float32."""
-    model = copy.deepcopy(model).half()
-    model.save_pretrained(folder)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
     path = folder / "config.json"
     config = json.loads(path.read_text())
     for part in (config, config.get("vision_config"), config.get("text_config")):
         if part is not None:
-            part.pop("torch_dtype", None)
             part["dtype"] = "float32"  # the key of transformers 5
             part["torch_dtype"] = "float32"  # the key of transformers 4
             part.pop("transformers_version", None)
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    # Checkpoints of a vision tower carry this prefix; a tower made by transformers 5 does not have it in memory.
+    prefix = "" if isinstance(model, CLIPModel) or hasattr(model, "vision_model") else "vision_model."
+    tensors = {prefix + name: tensor.half().contiguous() for name, tensor in model.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def vision_tower(model: CLIPModel) -> CLIPVisionModel:
     """The vision tower on its own, as FusionBench's pools load experts."""
-    tower = CLIPVisionModel(model.config.vision_config)
+    config: Any = model.config.vision_config
+    tower = CLIPVisionModel(config)
     inner = getattr(tower, "vision_model", tower)  # flat in transformers 5
     inner.load_state_dict(model.vision_model.state_dict())
     return tower
@@ -242,6 +253,48 @@ def build(output: Path, activation: str, recipe: Recipe) -> dict[str, dict[str, 
     scores = {"pretrained": {name: accuracy(model, task) for name, task in judged.items()}, "expert": {}}
     for name, task in tasks.items():
         expert = fine_tune(model, name, task, recipe)
+        (output / (PREFIX + name)).mkdir(exist_ok=True)
         save_half(vision_tower(expert), output / (PREFIX + name))
         scores["expert"][name] = accuracy(expert, judged[name])
     return scores
+
+
+def hash_of(folder: Path) -> str:
+    """Eight hex digits that change with any weight in `folder`."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.safetensors")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--activation", choices=["quick_gelu", "gelu"], default="gelu")
+    parser.add_argument("--output", type=Path, help="folder for the weights' folder (default: the package's cache)")
+    for setting in fields(Recipe):
+        option = "--" + setting.name.replace("_", "-")
+        parser.add_argument(option, type=type(setting.default), default=setting.default, help=f"({setting.default})")
+    arguments = parser.parse_args()
+    recipe = Recipe(**{setting.name: getattr(arguments, setting.name) for setting in fields(Recipe)})
+    root = arguments.output or cache_folder()
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=root, prefix=".building-") as temporary:
+        folder = Path(temporary) / "weights"
+        scores = build(folder, arguments.activation, recipe)
+        record = {
+            "command": f"python -m fusion_bench_crossmean.mini.build_clip --activation {arguments.activation}",
+            "recipe": asdict(recipe),
+            "accuracy_on": "held-out training rows" if recipe.holdout else "training rows",
+            "accuracy": scores,
+            "versions": environment(),
+        }
+        (folder / "build.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        final = root / f"mini-clip-{arguments.activation}-{hash_of(folder)}"
+        if not final.exists():
+            folder.rename(final)
+    means = {kind: sum(by_task.values()) / len(by_task) for kind, by_task in scores.items()}
+    tqdm.write(f"{final}: mean accuracy on {record['accuracy_on']} {means}")
+
+
+if __name__ == "__main__":
+    main()

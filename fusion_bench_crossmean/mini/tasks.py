@@ -12,8 +12,8 @@ from typing import Literal
 
 import datasets
 import numpy as np
-from PIL import Image
 from fusion_bench.tasks.clip_classification import CLIPTemplateFactory
+from PIL import Image
 
 DATA_DIR = Path(__file__).parent / "data"
 

@@ -69,5 +69,5 @@ class CrossMeanSearchPathPlugin(SearchPathPlugin):
             OmegaConf.register_new_resolver("crossmean_cured", cured, replace=True)
             for folder in config_folders():
                 search_path.append(provider=PROVIDER, path=f"file://{folder}")
-        except (ImportError, OSError, ValueError, AssertionError) as error:
+        except Exception as error:  # noqa: BLE001
             log.warning("fusion-bench-crossmean is not available to Hydra: %s", error)

@@ -1,0 +1,153 @@
+"""What the package should compute, the slow and plain way: whole forwards, stacked inputs, LU instead of Cholesky.
+
+Nothing here imports the package. All in the dtype of the networks given (float64 in the tests).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+State = dict[str, Tensor]
+
+
+def clip_groups(network: nn.Module, coverage: str) -> list[list[str]]:
+    """The layers of a CLIP vision tower in depth order, written down by hand; layers on one input together."""
+    prefix = "vision_model." if hasattr(network, "vision_model") else ""
+    tower = network.get_submodule("vision_model") if prefix else network
+    groups = []
+    for block in range(len(tower.encoder.layers)):
+        layer = f"{prefix}encoder.layers.{block}"
+        if coverage == "full":
+            groups.append([f"{layer}.self_attn.{x}_proj" for x in "qkv"])
+            groups.append([f"{layer}.self_attn.out_proj"])
+        groups.append([f"{layer}.mlp.fc1"])
+        groups.append([f"{layer}.mlp.fc2"])
+    return groups
+
+
+def average(experts: Mapping[str, nn.Module]) -> State:
+    """The plain mean of all floating-point tensors."""
+    states = [expert.state_dict() for expert in experts.values()]
+    return {
+        key: torch.stack([state[key] for state in states]).mean(0) if tensor.is_floating_point() else tensor.clone()
+        for key, tensor in states[0].items()
+    }
+
+
+def mixed(merged: State, expert: State, point: float) -> State:
+    """``(1 - s) merged + s expert``."""
+    return {k: (1 - point) * m + point * expert[k] if m.is_floating_point() else m for k, m in merged.items()}
+
+
+@torch.no_grad()
+def layer_inputs(network: nn.Module, state: State, layer: str, inputs: Tensor) -> Tensor:
+    """The rows (tokens, in) that `layer` receives in a whole forward of `network` with the weights `state`."""
+    scratch = copy.deepcopy(network).eval()
+    scratch.load_state_dict(state)
+    seen = []
+    scratch.get_submodule(layer).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    scratch(inputs)
+    (tensor,) = seen
+    return tensor.flatten(0, -2)
+
+
+def solve(lhs: Tensor, rhs: Tensor, ridge: float) -> Tensor:
+    """``W`` of ``W' = (A + ridge mean(diag A) I)^-1 B`` by LU."""
+    shift = ridge * lhs.diagonal().mean() * torch.eye(len(lhs), dtype=lhs.dtype)
+    return torch.linalg.solve(lhs + shift, rhs).T
+
+
+def reduced(matrix: Tensor, ratio: float) -> Tensor:
+    """Off-diagonal entries times `ratio`."""
+    return ratio * matrix + (1 - ratio) * torch.diag(matrix.diagonal())
+
+
+def whole_network(
+    experts: Mapping[str, nn.Module],
+    inputs: Mapping[str, Tensor],
+    groups: Sequence[Sequence[str]],
+    *,
+    path_points: Sequence[float],
+    left_point: float = 0.0,
+    ratio: float = 0.9,
+    ridge: float = 1e-4,
+    weights: Mapping[str, float] | None = None,
+    swapped: bool = False,
+    symmetric: float = 0.0,
+    shrinkage: float = 0.0,
+) -> State:
+    """Merges layer by layer; every statistic comes from whole forwards of networks that are rebuilt for it.
+
+    Args:
+        experts, inputs: task -> expert, task -> one batch.
+        groups: layer names in depth order.
+        path_points: S, over which the right-hand inputs are averaged.
+        left_point: 0 measures the Gram matrix on the merged prefix, 1 on the expert.
+        ratio, ridge: of the stabilisation.
+        weights: task -> factor.
+        swapped: the classic mistake, C for C'.
+        symmetric, shrinkage: the two ablations.
+    """
+    network = next(iter(experts.values()))
+    merged = average(experts)
+    for group in groups:
+        lhs: Tensor | float = 0.0
+        rhs: Tensor | float = 0.0
+        for task, expert in experts.items():
+            state = expert.state_dict()
+
+            def seen(point: float, task: str = task, state: State = state, layer: str = group[0]) -> Tensor:
+                return layer_inputs(network, mixed(merged, state, point), layer, inputs[task])
+
+            left, right = seen(left_point), torch.stack([seen(point) for point in path_points]).mean(0)
+            gram, cross = left.T @ left, left.T @ right
+            cross = cross.T if swapped else cross
+            cross = (1 - symmetric) * cross + symmetric * (cross + cross.T) / 2
+            cross = (1 - shrinkage) * cross + shrinkage * gram
+            weight = torch.cat([state[f"{name}.weight"] for name in group])
+            factor = (weights or {}).get(task, 1.0)
+            lhs = lhs + factor * reduced(gram, ratio)
+            rhs = rhs + factor * reduced(cross, ratio) @ weight.T
+        solved = solve(lhs, rhs, ridge)
+        start = 0
+        for name in group:
+            rows = merged[f"{name}.weight"].shape[0]
+            merged[f"{name}.weight"] = solved[start : start + rows]
+            start += rows
+    return merged
+
+
+def least_squares(
+    lefts: Sequence[Tensor], rights: Sequence[Tensor], weights: Sequence[Tensor], factors: Sequence[float] | None = None
+) -> Tensor:
+    """``argmin_W sum_t f_t ||L_t W' - R_t W_t'||^2`` by QR on the stacked rows, no normal equations."""
+    roots = [factor**0.5 for factor in factors or [1.0] * len(lefts)]
+    stacked = torch.cat([root * left for root, left in zip(roots, lefts, strict=True)])
+    targets = torch.cat([root * r @ w.T for root, r, w in zip(roots, rights, weights, strict=True)])
+    return torch.linalg.lstsq(stacked, targets, driver="gels").solution.T
+
+
+def drifting_inputs(
+    num_tasks: int, width: int, tokens: int, generator: torch.Generator, condition: float = 1e3, drift: float = 1.0
+) -> tuple[list[Tensor], list[Tensor]]:
+    """(left, right) per task: left of at most this condition number, right = left times a linear map of the task."""
+    lefts, rights = [], []
+    scales = torch.logspace(0, -float(torch.log10(torch.tensor(condition))) / 2, width, dtype=torch.float64)
+    for _ in range(num_tasks):
+        basis = torch.linalg.qr(torch.randn(width, width, generator=generator, dtype=torch.float64)).Q
+        rows = torch.linalg.qr(torch.randn(tokens, width, generator=generator, dtype=torch.float64)).Q
+        left = rows * scales @ basis.T * tokens**0.5
+        turn = torch.randn(width, width, generator=generator, dtype=torch.float64) / width**0.5
+        lefts.append(left)
+        rights.append(left @ (torch.eye(width, dtype=torch.float64) + drift * turn))
+    return lefts, rights
+
+
+def alignment(left: Tensor, right: Tensor) -> float:
+    """``<A, C> / (||A|| ||C||)`` entry by entry."""
+    gram, cross = left.T @ left, left.T @ right
+    return float(torch.sum(gram * cross) / (torch.sum(gram**2) * torch.sum(cross**2)).sqrt())
