@@ -8,6 +8,7 @@ the group is measured, so one pass per network and batch replaces one pass per l
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -164,6 +165,12 @@ def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     return args[0] if args else kwargs["input"]
 
 
+@functools.cache
+def autocast_devices() -> tuple[str, ...]:
+    """Devices whose autocast is saved and restored; asked once, since looking for CUDA takes longer than a switch."""
+    return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+
+
 class _Pause:
     """The pre-hook of a layer: hands the layer's input to the walker if this call comes from one of its forwards.
 
@@ -251,10 +258,9 @@ class _ThreadModes:
 
     @classmethod
     def now(cls) -> _ThreadModes:
-        devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
         return cls(
             torch.is_grad_enabled(),
-            tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices),
+            tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in autocast_devices()),
             torch.is_autocast_cache_enabled(),
             torch.is_inference_mode_enabled(),
             torch._C._len_torch_function_stack(),

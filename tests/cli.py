@@ -31,6 +31,7 @@ def run(command: list[str], cwd: Path, **variables: str) -> subprocess.Completed
     """A command without terminal, network or GPU; its output is text, whatever its exit status."""
     environment = {name: value for name, value in os.environ.items() if name not in PRIVATE_VARIABLES}
     environment |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "300", "NO_COLOR": "1"}
+    environment |= {"OMP_NUM_THREADS": "1"}  # on networks as small as these, threads only wait for each other
     return subprocess.run(
         command,
         cwd=cwd,

@@ -28,6 +28,8 @@ def _default_dtype(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_default_dtype(torch.float32 if request.node.get_closest_marker("float32") else torch.float64)
     yield
     torch.set_default_dtype(before)
+    assert torch.is_grad_enabled(), "the test leaves gradients switched off"
+    assert not torch.is_autocast_enabled("cpu"), "the test leaves autocast on"
 
 
 @pytest.fixture(autouse=True, scope="session")

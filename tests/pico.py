@@ -159,15 +159,13 @@ class PicoMLP(nn.Module):
         return x
 
 
-def vectors(
-    tasks: Iterable[str] = TASKS[:3], num_samples: int = 24, width: int = 6, seed: int = 0
-) -> dict[str, Tensor]:
+def vectors(tasks: Iterable[str] = TASKS[:3], num_samples: int = 24, width: int = 6) -> dict[str, Tensor]:
     """Task -> inputs (num_samples, width) of a `PicoMLP`."""
-    return {
-        task: torch.from_numpy(np.random.default_rng([seed, zlib.crc32(task.encode())]).standard_normal((num_samples, width)))
-        .to(torch.get_default_dtype())
-        for task in tasks
-    }  # fmt: skip
+    inputs = {}
+    for task in tasks:
+        values = np.random.default_rng(zlib.crc32(task.encode())).standard_normal((num_samples, width))
+        inputs[task] = torch.from_numpy(values).to(torch.get_default_dtype())
+    return inputs
 
 
 def hooks_of(network: nn.Module) -> Iterator[Any]:

@@ -29,12 +29,10 @@ from fusion_bench_crossmean.calibration.plain import PlainSource
 examples = settings(deadline=None, max_examples=50, derandomize=True)
 
 
-def load(data: Any, num_samples: int = 10, batch_size: int = 4, **kwargs: Any) -> Calibration:
+def load(data: Any, num_samples: int = 10, batch_size: int = 4, offset: int = 0) -> Calibration:
     source = PlainSource(data)
     datasets = open_datasets(source, list(data), num_samples)
-    return load_calibration(
-        source, datasets, **{"num_samples": num_samples, "seed": 0, "batch_size": batch_size} | kwargs
-    )
+    return load_calibration(source, datasets, num_samples=num_samples, seed=0, batch_size=batch_size, offset=offset)
 
 
 def stacked(batches: list[Batch]) -> Tensor:
@@ -108,7 +106,7 @@ def test_validation_inputs_share_no_image_with_calibration_inputs() -> None:
 
 def test_too_small_data_sets_are_all_named() -> None:
     data = {"digits": torch.zeros(7, 2), "letters": torch.zeros(9, 2), "textures": torch.zeros(20, 2)}
-    with pytest.raises(ValueError, match="^task 'digits' has 7, task 'letters' has 9 calibration inputs, 10 were"):
+    with pytest.raises(ValueError, match=r"^task 'digits' has 7, task 'letters' has 9 calibration inputs, 10 were"):
         load(data)
 
 

@@ -21,7 +21,7 @@ from fusion_bench_crossmean import (
 )
 
 N = 24
-SETTINGS = {"num_calibration_samples": N, "batch_size": 7}
+SETTINGS = {"num_calibration_samples": N, "batch_size": 10}
 COVERAGES = ("mlp", "full")
 METHODS = (CrossMeanAlgorithm, CrossStatisticAlgorithm, ProgressiveRegMeanAlgorithm, RegMeanAlgorithm)
 #: Method -> (path points of the right side, path point of the left side).
@@ -54,10 +54,9 @@ def test_paused_equals_whole_network(coverage: str, hidden_act: str, path_points
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("coverage", COVERAGES)
-@pytest.mark.parametrize("seed", [1, 2])
-def test_every_method_equals_its_row_of_the_table(method: type, coverage: str, seed: int) -> None:
-    experts, inputs = pico_experts(2, seed, num_layers=3), pico_calibration(seed=seed)
-    inputs = {task: inputs[task] for task in experts}
+def test_every_method_equals_its_row_of_the_table(method: type, coverage: str) -> None:
+    """Two experts of three blocks, another stabilisation than the default."""
+    experts, inputs = pico_experts(2, seed=1, num_layers=3), pico_calibration(["digits", "letters"], seed=1)
     ours = merge(method, experts, inputs, coverage=coverage, reduce_non_diagonal_ratio=0.7, relative_ridge=1e-3)
     points, left = PAIRINGS[method]
     groups = oracles.clip_groups(experts["digits"], coverage)
@@ -159,7 +158,7 @@ def test_the_order_of_the_tasks_does_not_matter(method: type) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("batch_size", [1, 5, 24, 100])
+@pytest.mark.parametrize("batch_size", [5, 24, 100])
 def test_the_split_into_batches_does_not_matter(method: type, batch_size: int) -> None:
     experts, inputs = pico_experts(), pico_calibration()
     ours = merge(method, experts, inputs, batch_size=batch_size)

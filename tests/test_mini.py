@@ -103,7 +103,8 @@ def test_merges_print_an_accuracy_for_every_task(tmp_path):
     average, merged = accuracies(logs / "report.json"), accuracies(logs / "report_1.json")
     assert list(average) == list(merged) == [*TASKS, "average"]
     assert f"accuracy: {merged['mini-letters']}" in output
-    assert merged["average"] > average["average"] > 0.1
+    assert merged != average
+    assert min(merged["average"], average["average"]) > 0.3  # chance is below 0.1
     report = read_json(logs / "crossmean_report.json")
     assert {len(drawn) for drawn in report["calibration_indices"].values()} == {256}
     assert "quick_gelu" in report["activation"]

