@@ -263,10 +263,13 @@ def test_grad_switched_on_inside_a_forward_stays_inside() -> None:
     modes_seen(torch.enable_grad, torch.no_grad)
 
 
-def test_what_the_loop_body_switches_does_not_reach_the_forwards() -> None:
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_what_the_loop_body_switches_does_not_reach_the_forwards(steps_before: int) -> None:
+    """Neither those that wait nor those that have not begun."""
     seen = []
 
     def script(net: Scripted, x: Tensor) -> Tensor:
+        seen.append(torch.is_grad_enabled())
         x = net.a(x).tanh()
         seen.append(torch.is_grad_enabled())
         x = net.b(x).tanh()
@@ -275,11 +278,12 @@ def test_what_the_loop_body_switches_does_not_reach_the_forwards() -> None:
 
     with walker_on(Scripted(script), count=1) as walker:
         steps = iter(walker)
-        next(steps)
+        for _ in range(steps_before):
+            next(steps)
         with torch.no_grad():
             list(steps)
             assert not torch.is_grad_enabled()
-    assert seen == [True] * 4
+    assert seen == [True] * 6
 
 
 class Dispatch(TorchDispatchMode):
