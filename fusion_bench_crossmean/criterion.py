@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fusion_bench_crossmean.coverage import LayerGroup
-from fusion_bench_crossmean.linear_system import accumulate
+from fusion_bench_crossmean.paired_statistics import accumulate
 from fusion_bench_crossmean.report import mean
 from fusion_bench_crossmean.walker import Inputs
 
@@ -75,20 +75,21 @@ def measure(walk: Iterable[tuple[LayerGroup, dict[str, list[Inputs]]]]) -> Crite
 def advice(rho: float) -> str:
     """One sentence: which method this value speaks for, with the paper's figures and ours behind it.
 
-    The paper's are margins over RegMean in points of accuracy on CLIP backbones; ours are the mini benchmark's (README):
-    far smaller networks, at rho 0.87 to 0.88. rho depends on backbone, coverage and tasks: a hint, not a promise.
+    The paper's are margins over RegMean in points of accuracy on CLIP backbones; ours are the mini benchmark's
+    (README): far smaller networks, at rho 0.87 to 0.88. rho depends on backbone, coverage and tasks: a hint, not a
+    promise.
     """
     ours = "on our mini benchmark at 0.87 (full coverage) CrossMean gained 1.2 and Progressive RegMean nothing"
     if rho < 0.915:
         return (
-            f"rho = {rho:.3f} speaks for CrossMean: in the paper's sets with rho between 0.86 and 0.91 it gained 3.8 to "
-            f"12.5 points over RegMean and Progressive RegMean 1.9 to 5.8; {ours}."
+            f"rho = {rho:.3f} speaks for CrossMean: in the paper's sets with rho between 0.86 and 0.91 it gained 3.8 "
+            f"to 12.5 points over RegMean and Progressive RegMean 1.9 to 5.8; {ours}."
         )
     if rho < 0.96:
         return (
-            f"rho = {rho:.3f} speaks for CrossMean, with a look at Progressive RegMean: in the paper's sets with rho "
-            "between 0.92 and 0.95 CrossMean gained 0.5 to 10.5 points over RegMean and Progressive RegMean 0.5 to 5.8, "
-            f"and on the larger backbones either can be the better one; {ours}."
+            f"rho = {rho:.3f} speaks for CrossMean with a look at Progressive RegMean: in the paper's sets with rho "
+            "between 0.92 and 0.95 CrossMean gained 0.5 to 10.5 points over RegMean and Progressive RegMean 0.5 to "
+            f"5.8, and on the larger backbones either can be the better one; {ours}."
         )
     return (
         f"rho = {rho:.3f} says that little is to be gained: in the paper's sets with rho above 0.96 CrossMean ended "

@@ -21,10 +21,9 @@ from fusion_bench_crossmean.linear_system import (
     LinearSystem,
     SingularSystemError,
     Solution,
-    accumulate,
-    exact_products,
     numerical_rank,
 )
+from fusion_bench_crossmean.paired_statistics import accumulate, exact_products
 
 FREE = {"reduce_non_diagonal_ratio": 1.0, "relative_ridge": 0.0}
 seeds = st.integers(0, 2**32 - 1)

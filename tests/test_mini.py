@@ -104,7 +104,7 @@ def test_merges_print_an_accuracy_for_every_task(tmp_path):
     assert list(average) == list(merged) == [*TASKS, "average"]
     assert f"accuracy: {merged['mini-letters']}" in output
     assert merged != average
-    assert min(merged["average"], average["average"]) > 0.3  # chance is below 0.1
+    assert min(merged["average"], average["average"]) > 0.6  # chance is below 0.1
     report = read_json(logs / "crossmean_report.json")
     assert {len(drawn) for drawn in report["calibration_indices"].values()} == {256}
     assert "quick_gelu" in report["activation"]

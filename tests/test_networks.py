@@ -15,15 +15,8 @@ from torch import Tensor, nn
 
 from fusion_bench_crossmean import CrossMeanAlgorithm
 from fusion_bench_crossmean.coverage import LayerGroup
-from fusion_bench_crossmean.networks import (
-    Networks,
-    activation_of,
-    average_into,
-    check_experts,
-    common_dtype,
-    interpolate,
-    ready_to_run,
-)
+from fusion_bench_crossmean.experts import activation_of, check_experts
+from fusion_bench_crossmean.networks import Networks, average_into, common_dtype, interpolate, ready_to_run
 
 GROUP = LayerGroup(("mlp.0",))
 

@@ -13,9 +13,10 @@ from fusion_bench.modelpool import BaseModelPool
 from torch import Tensor, nn
 
 from fusion_bench_crossmean.coverage import LayerGroup
-from fusion_bench_crossmean.linear_system import LinearSystem, PairedStatistics, Solution
+from fusion_bench_crossmean.linear_system import LinearSystem, Solution
 from fusion_bench_crossmean.method.calibrated import CalibratedAlgorithm, Material, check_choice, check_number
 from fusion_bench_crossmean.networks import Networks, common_dtype
+from fusion_bench_crossmean.paired_statistics import PairedStatistics
 from fusion_bench_crossmean.report import mean, table, write_json
 from fusion_bench_crossmean.walker import Inputs, Walker
 

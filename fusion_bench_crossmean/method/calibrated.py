@@ -19,8 +19,8 @@ from tqdm.auto import tqdm
 
 from fusion_bench_crossmean.calibration import Calibration, load_calibration, open_datasets, source_for
 from fusion_bench_crossmean.coverage import Coverage, covered_layers
-from fusion_bench_crossmean.linear_system import exact_products
-from fusion_bench_crossmean.networks import activation_of, check_experts
+from fusion_bench_crossmean.experts import activation_of, check_experts
+from fusion_bench_crossmean.paired_statistics import exact_products
 from fusion_bench_crossmean.report import check_writable, environment, peak_memory, unused
 from fusion_bench_crossmean.walker import Walker
 

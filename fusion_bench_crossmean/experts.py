@@ -1,0 +1,106 @@
+"""Whether experts can be merged at all: checked against each other before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusion_bench_crossmean.coverage import shorten
+
+#: Entries of a transformers config that change what the same weights compute.
+FUNCTIONAL_CONFIG = ("hidden_act", "num_attention_heads", "layer_norm_eps")
+
+
+def check_experts(experts: Mapping[str, nn.Module]) -> None:
+    """Refuses experts that cannot be merged, before anything is computed.
+
+    Args:
+        experts: model name -> model; the first is what the others are compared with.
+
+    Raises:
+        TypeError: an expert that is no module.
+        ValueError: none at all; tensors missing in one or of another shape; another activation or architecture;
+            NaN or infinity in a weight; integer buffers that disagree.
+    """
+    if not experts:
+        raise ValueError("The pool has no experts: there is nothing to merge. Add models to modelpool.models.")
+    for name, expert in experts.items():
+        if not isinstance(expert, nn.Module):
+            raise TypeError(
+                f"Loading expert {name!r} gave a {type(expert).__name__}, not a torch module. "
+                f"Check the entry modelpool.models.{name}."
+            )
+    (reference, first), *others = experts.items()
+    for name, expert in others:
+        check_tensors(reference, first, name, expert)
+        check_architecture(reference, first, name, expert)
+    for name, expert in experts.items():
+        bad = [key for key, t in expert.state_dict().items() if t.is_floating_point() and not t.isfinite().all()]
+        if bad:
+            raise ValueError(f"Expert {name!r} has NaN or infinity in {len(bad)} tensors: {shorten(bad)}.")
+
+
+def check_tensors(reference: str, first: nn.Module, name: str, expert: nn.Module) -> None:
+    """Both must have the same tensors of the same shapes; an integer buffer may be missing in one, not differ."""
+    ours, theirs = first.state_dict(), expert.state_dict()
+    missing = sorted(k for k in ours.keys() - theirs.keys() if ours[k].is_floating_point())
+    unexpected = sorted(k for k in theirs.keys() - ours.keys() if theirs[k].is_floating_point())
+    if missing or unexpected:
+        raise ValueError(
+            f"Experts must share one architecture: {name!r} lacks {shorten(missing) or 'nothing'} and has in addition "
+            f"{shorten(unexpected) or 'nothing'}, compared with {reference!r}."
+        )
+    shared = [k for k in ours if k in theirs]
+    if shapes := [k for k in shared if ours[k].shape != theirs[k].shape]:
+        key = shapes[0]
+        raise ValueError(
+            f"Experts must share one architecture: {key!r} is {tuple(ours[key].shape)} in {reference!r} and "
+            f"{tuple(theirs[key].shape)} in {name!r}; {len(shapes)} tensors differ in shape: {shorten(shapes)}. "
+            "Take the model out of modelpool.models, or bring its tensors to the same shape."
+        )
+    if kinds := [k for k in shared if ours[k].is_floating_point() != theirs[k].is_floating_point()]:
+        raise ValueError(
+            f"{shorten(kinds)}: floating point in one of {reference!r} and {name!r}, integer in the other."
+        )
+    if integers := [
+        k for k in shared if not ours[k].is_floating_point() and not torch.equal(ours[k], theirs[k].to(ours[k]))
+    ]:
+        raise ValueError(
+            f"Integer buffers are copied, and must agree: {shorten(integers)} differ between {reference!r} and "
+            f"{name!r}."
+        )
+
+
+def check_architecture(reference: str, first: nn.Module, name: str, expert: nn.Module) -> None:
+    """Both must compute the same function of their weights: the same module types and settings, the same config."""
+
+    def describe(network: nn.Module) -> dict[str, str]:
+        modules = {k: f"{type(m).__name__}({m.extra_repr()})" for k, m in network.named_modules()}
+        return {k: text for k, text in modules.items() if "Dropout" not in text}  # no effect outside training
+
+    ours, theirs = describe(first), describe(expert)
+    differing = [k for k in ours if theirs.get(k) != ours[k]]
+    if differing:
+        key = differing[0]
+        hint = " (experts with different activations cannot be merged)" if "act" in key.rpartition(".")[2] else ""
+        raise ValueError(
+            f"Experts must share one architecture: {key or 'the model'!r} is {ours[key]} in {reference!r} and "
+            f"{theirs.get(key, 'missing')} in {name!r}{hint}; {len(differing)} modules differ: {shorten(differing)}."
+        )
+    for key in FUNCTIONAL_CONFIG:
+        a, b = (getattr(getattr(network, "config", None), key, None) for network in (first, expert))
+        if a != b:
+            raise ValueError(
+                f"Experts must share one architecture: {key} is {a!r} in {reference!r} and {b!r} in {name!r}."
+            )
+
+
+def activation_of(network: nn.Module) -> str:
+    """The activation a network runs with, for the report."""
+    config: Any = getattr(network, "config", None)
+    named = getattr(config, "hidden_act", None)
+    classes = sorted({type(m).__name__ for k, m in network.named_modules() if "act" in k.rpartition(".")[2]})
+    return ", ".join(filter(None, [named, *classes])) or "unknown"
