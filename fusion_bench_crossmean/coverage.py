@@ -69,14 +69,47 @@ def covered_layers(network: nn.Module, coverage: Coverage) -> list[str]:
     if not linear:
         raise ValueError(f"{type(network).__name__} has no linear layer (nn.Linear) to merge.")
     if coverage == "full":
+        check_weights(network, linear)
         return linear
     mlp = [name for name in linear if MLP_LAYER.search(name)]
     if not mlp:
         raise ValueError(
-            f"coverage=mlp finds no MLP among the linear layers of {type(network).__name__}: {shorten(linear)}. "
-            "Use coverage=full."
+            f"coverage=mlp finds no MLP: no linear layer of {type(network).__name__} lies in a module called 'mlp' "
+            f"({shorten(linear)}). Use coverage=full."
         )
+    check_weights(network, mlp)
     return mlp
+
+
+def check_weights(network: nn.Module, names: Sequence[str]) -> None:
+    """Raises `ValueError` where a layer's weight is not a parameter of its own, hence cannot be solved for."""
+    computed, extended = [], []
+    for name in names:
+        own = {key for key, _ in network.get_submodule(name).named_parameters()}
+        if "weight" not in own:
+            computed.append(name)
+        elif own - {"weight", "bias"}:
+            extended.append(name)
+    if computed or extended:
+        raise ValueError(
+            f"{shorten(computed + extended)}: not a plain linear layer; its weight is computed from other parameters "
+            "(weight or spectral norm, a parametrization, a low-rank update). Bake them into the weight first, e.g. "
+            "with torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')."
+        )
+    tied = [owners for owners in tied_parameters(network) if any(f"{name}.weight" in owners for name in names)]
+    if tied:
+        raise ValueError(
+            f"Covered weights are tied to others: {shorten([' = '.join(owners) for owners in tied])}. Solving one "
+            "would change what was measured with the other: untie them, or use a coverage that leaves them out."
+        )
+
+
+def tied_parameters(network: nn.Module) -> set[tuple[str, ...]]:
+    """Groups of names that are one and the same parameter."""
+    owners: dict[int, list[str]] = {}
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
+    return {tuple(names) for names in owners.values() if len(names) > 1}
 
 
 def shorten(names: Sequence[str], limit: int = 8) -> str:

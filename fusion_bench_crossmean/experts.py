@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusion_bench_crossmean.coverage import shorten
+from fusion_bench_crossmean.coverage import shorten, tied_parameters
 
 #: Entries of a transformers config that change what the same weights compute.
 FUNCTIONAL_CONFIG = ("hidden_act", "num_attention_heads", "layer_norm_eps")
@@ -64,6 +64,15 @@ def check_tensors(reference: str, first: nn.Module, name: str, expert: nn.Module
     if kinds := [k for k in shared if ours[k].is_floating_point() != theirs[k].is_floating_point()]:
         raise ValueError(
             f"{shorten(kinds)}: floating point in one of {reference!r} and {name!r}, integer in the other."
+        )
+    if tied := sorted(tied_parameters(first) ^ tied_parameters(expert)):
+        groups = [" = ".join(names) for names in tied]
+        raise ValueError(f"Tensors are tied in only one of {reference!r} and {name!r}: {shorten(groups)}.")
+    hidden, theirs_hidden = ({k: b for k, b in m.named_buffers() if k not in ours} for m in (first, expert))
+    if differing := [k for k, b in hidden.items() if k in theirs_hidden and not torch.equal(b, theirs_hidden[k].to(b))]:
+        raise ValueError(
+            f"Buffers outside the state dict differ between {reference!r} and {name!r}, and cannot be merged: "
+            f"{shorten(differing)}."
         )
     if integers := [
         k for k in shared if not ours[k].is_floating_point() and not torch.equal(ours[k], theirs[k].to(ours[k]))

@@ -27,7 +27,7 @@ def plot_alignment(criterion: Criterion, path: Path) -> None:
         axis.set_ylabel(name.replace("_", " "))
         axis.grid(alpha=0.3)
     upper.set_title(f"Alignment of merged and expert inputs by depth, rho = {criterion.rho:.3f}")
-    upper.legend(fontsize="small", ncols=2, loc="best")
+    upper.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.01, 1.0))  # beside the curves, not on them
     lower.set_xlabel("layer group in depth order")
     lower.set_xticks(list(depth), [layer.group.name for layer in criterion.layers], rotation=90, fontsize=6)
     with written_whole(path) as temporary:

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import re
 import resource
 import sys
 import tempfile
@@ -20,6 +21,8 @@ import torch
 
 log = logging.getLogger(__name__)
 
+#: A list of integers, as `json.dumps` spreads it over many lines.
+NUMBER_LIST = re.compile(r"\[[\s\d,-]*\]")
 PACKAGES = ("fusion-bench-crossmean", "fusion-bench", "torch", "transformers")
 
 
@@ -77,7 +80,9 @@ def written_whole(path: Path) -> Iterator[Path]:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Writes `content` to `path`, whole or not at all."""
     with written_whole(path) as temporary:
-        temporary.write_text(json.dumps(as_json(content), indent=1) + "\n", encoding="utf-8")
+        text = json.dumps(as_json(content), indent=1)
+        text = NUMBER_LIST.sub(lambda found: " ".join(found.group().split()), text)  # one line each
+        temporary.write_text(text + "\n", encoding="utf-8")
     log.info("Report written to %s", path)
 
 

@@ -73,9 +73,9 @@ class Walker:
                     forward = Forward(module, batch, self._owner)
                     self._forwards[task, index, point] = forward
                     self._stack.callback(forward.cancel)
-        for module in modules.values():
-            for group in self.groups:
-                first = module.get_submodule(group.names[0])
+        for group in self.groups:
+            first_layers = [module.get_submodule(group.names[0]) for module in modules.values()]
+            for first in dict.fromkeys(first_layers):  # once each: experts may share a module
                 pause = Pause(group.names[0], self._owner)
                 self._stack.callback(first.register_forward_pre_hook(pause, with_kwargs=True).remove)
         return self
@@ -118,23 +118,30 @@ def probe(network: nn.Module, batch: Batch, layers: Sequence[str]) -> list[Layer
     Raises:
         WalkError: a layer is never reached, or reached twice.
     """
-    calls: list[tuple[str, Tensor]] = []  # holds the inputs, so that no identity is reused
+    calls: list[tuple[str, Tensor, int]] = []  # holds the inputs, so that no identity is reused
+    versions = [version_of(tensor) for tensor in batch.tensors()]
     here = greenlet.getcurrent()
     with contextlib.ExitStack() as stack:
         for name in layers:
 
             def record(_: Any, args: Any, kwargs: Mapping[str, Any] = NO_KEYWORDS, name: str = name) -> None:
                 if greenlet.getcurrent() is here:
-                    calls.append((name, input_of(args, kwargs)))
+                    tensor = input_of(args, kwargs)
+                    calls.append((name, tensor, version_of(tensor)))
 
             hook = network.get_submodule(name).register_forward_pre_hook(record, with_kwargs=True)
             stack.callback(hook.remove)
         batch.run(network)
-    reached = [name for name, _ in calls]
+    if versions != [version_of(tensor) for tensor in batch.tensors()]:
+        raise WalkError(
+            "The model's forward writes into its own input, which all networks share. Let it work on a copy."
+        )
+    reached = [name for name, *_ in calls]
     if missing := [name for name in layers if name not in set(reached)]:
         raise WalkError(
             f"{len(missing)} of {len(layers)} covered layers were never reached by a forward: {shorten(missing)}. "
-            "A fused attention does not call its projections as layers; use coverage=mlp."
+            "A fused attention (nn.MultiheadAttention) does not call its projections as layers: use coverage=mlp if "
+            "the model has modules called 'mlp'."
         )
     if repeated := sorted({name for name in reached if reached.count(name) > 1}):
         raise WalkError(
@@ -142,11 +149,16 @@ def probe(network: nn.Module, batch: Batch, layers: Sequence[str]) -> list[Layer
             "A layer that is used at two depths has no single place in depth order."
         )
     groups: list[list[str]] = []
-    previous: Tensor | None = None
-    for name, tensor in calls:
-        if tensor is previous:
+    previous: tuple[Tensor | None, int] = (None, 0)
+    for name, tensor, version in calls:
+        if tensor is previous[0] and version == previous[1]:  # a tensor changed in place is another input
             groups[-1].append(name)
         else:
             groups.append([name])
-        previous = tensor
+        previous = (tensor, version)
     return [LayerGroup(tuple(names)) for names in groups]
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often the tensor was changed in place; 0 for one made in inference mode, which does not count that."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -96,13 +96,13 @@ def test_fewer_than_one_calibration_input_is_refused(method: type, count: Any) -
         ((), "path_points must be a list of at least one number"),
         ("half", "path_points must be a list"),
         (0.5, "path_points must be a list"),
-        ((0, 1.5), r"path_points must be a number in \[0, 1\], not 1.5"),
-        ((-0.1, 1), r"path_points must be a number in \[0, 1\], not -0.1"),
-        ((0, float("nan")), r"path_points must be a number in \[0, 1\], not nan"),
+        ((0, 1.5), r"Each of path_points must be a number in \[0, 1\], not 1.5"),
+        ((-0.1, 1), r"Each of path_points must be a number in \[0, 1\], not -0.1"),
+        ((0, float("nan")), r"Each of path_points must be a number in \[0, 1\], not nan"),
         ((0, 0.5, 0.5), "path_points must differ from each other"),
         ((0, 0.0), "path_points must differ from each other"),
-        ((0, None), "path_points must be a number"),
-        ((True, 0), "path_points must be a number"),
+        ((0, None), "Each of path_points must be a number"),
+        ((True, 0), "Each of path_points must be a number"),
     ],
 )
 def test_path_points_that_are_empty_outside_or_repeated_are_refused(points: Any, match: str) -> None:

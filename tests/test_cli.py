@@ -120,9 +120,6 @@ def test_multirun_over_stock_methods_and_ours(hub, working_directory):
             "no training data for task 'sun397'.*Take a pool with train_datasets",
             id="no images",
         ),
-        pytest.param(
-            "method.report_path=/dev/null/x.json", "'/dev/null/x.json' cannot be written", id="no such folder"
-        ),
     ],
 )
 def test_wrong_settings_end_the_command_with_a_message(hub, tmp_path, override, message):

@@ -187,7 +187,7 @@ def test_a_layer_whose_inputs_are_all_zero_does_not_count() -> None:
 
 @pytest.mark.parametrize(
     ("rho", "method"),
-    [(0.5, "speaks for CrossMean:"), (0.93, "CrossMean with a look at Progressive"), (0.99, "RegMean is enough")],
+    [(0.5, "speaks for CrossMean"), (0.93, "CrossMean with a look at Progressive"), (0.99, "RegMean is enough")],
 )
 def test_advice_names_the_value_and_a_method(rho: float, method: str) -> None:
     assert f"rho = {rho:.3f}" in advice(rho)

@@ -64,7 +64,7 @@ class Batch:
 
     def _kept_tokens(self, inputs: Tensor) -> Tensor | None:
         if inputs.ndim < 3:
-            return None
+            return self._kept_flat_tokens(inputs)
         tokens = inputs.shape[:-1]
         if self.token_mask is not None and self.token_mask.shape != tokens:
             raise ValueError(
@@ -78,6 +78,20 @@ class Batch:
                 f"A layer's inputs have the token axes {tuple(tokens)}, the batch has {len(self.dropout_seeds)} "
                 "inputs: their tokens cannot be told apart there. Set token_dropout to 0."
             )
-        draws = [torch.rand(tokens[1:], generator=torch.Generator().manual_seed(s)) for s in self.dropout_seeds]
+        draws = [
+            torch.rand(tokens[1:], generator=torch.Generator().manual_seed(s), dtype=torch.float32, device="cpu")
+            for s in self.dropout_seeds
+        ]
         kept = (torch.stack(draws) >= self.token_dropout).to(inputs.device)
         return kept if self.token_mask is None else kept & self.token_mask
+
+    def _kept_flat_tokens(self, inputs: Tensor) -> Tensor | None:
+        """The same for inputs of shape (batch, in), or (batch * tokens, in) where a model flattens its tokens."""
+        if self.token_mask is None or len(inputs) == len(self.token_mask):
+            return None
+        if len(inputs) != self.token_mask.numel():
+            raise ValueError(
+                f"A layer's inputs have {len(inputs)} rows, the attention mask has {tuple(self.token_mask.shape)}: "
+                "padding cannot be told from text there."
+            )
+        return self.token_mask.flatten()

@@ -68,7 +68,7 @@ def source_for(modelpool: BaseModelPool, calibration: Mapping[str, Any] | None) 
         if isinstance(modelpool, family):
             return source(modelpool)
     raise ValueError(
-        f"{type(modelpool).__name__} brings no calibration inputs. "
+        "This pool brings no calibration inputs. "
         "Give them to run(modelpool, calibration={task: tensor, dict of tensors, dataset or DataLoader})."
     )
 

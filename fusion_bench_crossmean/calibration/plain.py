@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
@@ -20,7 +21,7 @@ class PlainSource:
     One input may be a tensor (the network's only argument), a tuple whose first entry is that (labels behind it are
     not used) or a dict of keyword arguments; an `attention_mask` in it also tells padding from text. Data may be
 
-    - a tensor or a dict of tensors whose first axis counts the inputs,
+    - a tensor, a numpy array or a dict of tensors whose first axis counts the inputs,
     - a map-style dataset of inputs,
     - any iterable of batches of inputs, such as a DataLoader: its inputs are drawn from in the order it gives them.
     """
@@ -33,6 +34,8 @@ class PlainSource:
             have = ", ".join(map(repr, self.calibration)) or "none"
             raise ValueError(f"There are no calibration inputs for task {task!r}; there are for {have}.")
         data = self.calibration[task]
+        if isinstance(data, np.ndarray):
+            return torch.from_numpy(data)
         if isinstance(data, Tensor):
             return data
         if isinstance(data, Mapping):
@@ -50,6 +53,8 @@ class PlainSource:
         if isinstance(items[0], Mapping):
             inputs = default_collate([{k: v for k, v in item.items() if k not in LABEL_KEYS} for item in items])
             mask = inputs.get("attention_mask")
+            if mask is not None and not ((mask == 0) | (mask == 1)).all():
+                raise ValueError("An attention_mask must hold 1 for a token that counts and 0 for padding only.")
             return Batch(kwargs=inputs, token_mask=None if mask is None else mask.bool())
         return Batch(args=(torch.stack([first(item) for item in items]),))
 

@@ -11,7 +11,7 @@ from fusion_bench.modelpool import BaseModelPool
 from torch import nn
 
 from fusion_bench_crossmean.criterion import Criterion, advice, measure
-from fusion_bench_crossmean.method.calibrated import CalibratedAlgorithm
+from fusion_bench_crossmean.method.calibrated import CalibratedAlgorithm, as_pool, indices_of
 from fusion_bench_crossmean.networks import Networks
 from fusion_bench_crossmean.plots import plot_alignment
 from fusion_bench_crossmean.report import mean, table, write_json
@@ -50,7 +50,7 @@ class AlignmentCriterionAnalyzer(CalibratedAlgorithm):
         Returns:
             None, or the averaged model under `return_averaged_model`. The numbers are in `report`.
         """
-        pool = modelpool if isinstance(modelpool, BaseModelPool) else BaseModelPool(dict(modelpool))
+        pool = as_pool(modelpool)
         self.profiler.recorded_durations.clear()
         with self.computing():
             material = self.prepare(pool, calibration)
@@ -58,7 +58,7 @@ class AlignmentCriterionAnalyzer(CalibratedAlgorithm):
             drawn = material.calibration.on(self.device, networks.dtype)
             with networks, Walker(networks, drawn, material.layers) as walker:
                 criterion = measure(self.walked(walker))
-        self.report = self.common_report(material) | as_record(criterion)
+        self.report = as_record(criterion) | self.common_report(material) | indices_of(material)
         if self._is_rank_zero():
             self._announce(criterion)
         return networks.finish(networks.dtype) if self.return_averaged_model else None

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 
 from fusion_bench_crossmean.coverage import LayerGroup
 from fusion_bench_crossmean.linear_system import LinearSystem, Solution
-from fusion_bench_crossmean.method.calibrated import CalibratedAlgorithm, Material, check_choice, check_number
+from fusion_bench_crossmean.method.calibrated import (
+    CalibratedAlgorithm,
+    Material,
+    as_pool,
+    check_choice,
+    check_number,
+    indices_of,
+)
 from fusion_bench_crossmean.networks import Networks, common_dtype
 from fusion_bench_crossmean.paired_statistics import PairedStatistics
 from fusion_bench_crossmean.report import mean, table, write_json
@@ -94,7 +101,7 @@ class LayerwiseMerge(CalibratedAlgorithm):
             ValueError, TypeError, OSError: the pool, the settings or an output do not fit, before any forward.
             SingularSystemError, WalkError: a layer could not be solved or reached; the message names it.
         """
-        pool = modelpool if isinstance(modelpool, BaseModelPool) else BaseModelPool(dict(modelpool))
+        pool = as_pool(modelpool)
         self._check_task_weights(pool.model_names)
         self.profiler.recorded_durations.clear()
         with self.computing():
@@ -128,7 +135,7 @@ class LayerwiseMerge(CalibratedAlgorithm):
         return networks.finish(result), layers
 
     def _report(self, material: Material, layers: list[dict[str, Any]]) -> None:
-        self.report = self.common_report(material) | {"layers": layers}
+        self.report = self.common_report(material) | {"layers": layers} | indices_of(material)
         if self._is_rank_zero():
             seconds = self.report["seconds"]
             log.info("%s merged %d experts:\n%s", type(self).__name__, len(material.experts), summary(layers))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from fusion_bench_crossmean.experts import activation_of, check_experts
 from fusion_bench_crossmean.paired_statistics import exact_products
 from fusion_bench_crossmean.report import check_writable, environment, peak_memory, unused
 from fusion_bench_crossmean.walker import Walker
+
+log = logging.getLogger(__name__)
 
 #: Inputs per task under FusionBench's ``fast_dev_run=true``.
 FAST_DEV_SAMPLES = 8
@@ -132,8 +135,9 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
         if not tasks:
             check_experts({})
         count = self.num_calibration_samples
-        if RuntimeConstants().debug:  # fast_dev_run: one small batch
+        if RuntimeConstants().debug:
             count = min(count, FAST_DEV_SAMPLES, self.batch_size)
+            log.warning("fast_dev_run: one batch of %d inputs per task; the numbers mean nothing.", count)
         source = source_for(modelpool, calibration)
         datasets = open_datasets(source, tasks, count)
         with self.profile("load experts"):
@@ -198,7 +202,7 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
             "tasks": list(material.experts),
             "activation": activation_of(material.template),
             "num_covered_layers": len(material.layers),
-            "calibration_indices": material.calibration.indices,
+            "num_inputs_used": {task: len(drawn) for task, drawn in material.calibration.indices.items()},
             "seconds": {stage: sum(times) for stage, times in self.profiler.recorded_durations.items()},
             "peak_memory": peak_memory(),
         }
@@ -206,7 +210,11 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
     def output_path(self, name: str | None = None) -> Path | None:
         """Where the report goes, or a file called `name` beside it; None: nowhere."""
         if self.report_path is not None:
-            path = Path(self.report_path.format(log_dir=self.log_dir))
+            if self.log_dir is None and "{log_dir}" in self.report_path:
+                raise ValueError(
+                    f"report_path is {self.report_path!r}, but outside FusionBench there is no log folder."
+                )
+            path = Path(self.report_path.replace("{log_dir}", str(self.log_dir)))
         elif self.log_dir is not None:
             path = unused(Path(self.log_dir) / self.report_name)  # the jobs of one `-m` share their log folder
         else:
@@ -224,6 +232,25 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
 
     def _is_rank_zero(self) -> bool:
         return self._fabric_instance is None or self._fabric_instance.is_global_zero
+
+
+def as_pool(modelpool: BaseModelPool | Mapping[str, nn.Module]) -> BaseModelPool:
+    """A pool from a pool or a dict of modules.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(modelpool, BaseModelPool):
+        return modelpool
+    if not isinstance(modelpool, Mapping):
+        kind = type(modelpool).__name__
+        raise TypeError(f"modelpool must be a FusionBench pool or a dict of task -> module, not a {kind}.")
+    return BaseModelPool(dict(modelpool))
+
+
+def indices_of(material: Material) -> dict[str, Any]:
+    """The longest part of a report, hence its last one."""
+    return {"calibration_indices": material.calibration.indices}
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

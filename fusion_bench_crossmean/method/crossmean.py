@@ -72,7 +72,7 @@ def check_path_points(points: Any) -> list[float]:
     if isinstance(points, (str, int, float)) or len(points) == 0:
         raise ValueError(f"path_points must be a list of at least one number in [0, 1], not {points!r}.")
     for point in points:
-        check_number("path_points", point, 0, 1)
+        check_number("Each of path_points", point, 0, 1)
     if len(set(points)) != len(points):
         raise ValueError(f"path_points must differ from each other, not {list(points)}.")
     return [float(point) for point in points]
