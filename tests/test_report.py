@@ -134,8 +134,10 @@ def test_nothing_is_left_where_writing_fails_and_an_older_file_stays_whole(tmp_p
         _ = 1 / 0
     assert [entry.name for entry in tmp_path.iterdir()] == ["report.json"]
     assert path.read_text() == "old"
-    with written_whole(path) as temporary:
-        temporary.write_text("new")
+    with path.open() as reader:  # whoever reads the old file meanwhile never meets a half-written one
+        with written_whole(path) as temporary:
+            temporary.write_text("new")
+        assert reader.read() == "old"
     assert path.read_text() == "new"
     assert path.stat().st_mode & 0o777 == 0o644
     assert [entry.name for entry in tmp_path.iterdir()] == ["report.json"]
