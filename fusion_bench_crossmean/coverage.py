@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -38,21 +38,20 @@ class LayerGroup:
         leaves = ",".join(name.rpartition(".")[2] for name in self.names)
         return f"{parents.pop()}.{{{leaves}}}".lstrip(".")
 
-    def weight_of(self, network: nn.Module) -> Tensor:
-        """The stacked weight, shape (sum of out, in)."""
-        weights = [layer_weight(network, name).detach() for name in self.names]
+    @property
+    def weight_names(self) -> tuple[str, ...]:
+        """The parameters that the group solves for."""
+        return tuple(f"{name}.weight" for name in self.names)
+
+    def weight_of(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The stacked weight, shape (sum of out, in), from a network's tensors by name."""
+        weights = [tensors[name].detach() for name in self.weight_names]
         return weights[0] if len(weights) == 1 else torch.cat(weights)
 
-    def split(self, weight: Tensor, network: nn.Module) -> dict[str, Tensor]:
-        """The inverse of `weight_of`: layer name -> its rows of the stacked weight."""
-        rows = [layer_weight(network, name).shape[0] for name in self.names]
-        return dict(zip(self.names, weight.split(rows), strict=True))
-
-
-def layer_weight(network: nn.Module, name: str) -> Tensor:
-    """The weight of the layer called `name`, itself and not a copy."""
-    layer: Any = network.get_submodule(name)
-    return layer.weight
+    def split(self, weight: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of `weight_of`: parameter name -> its rows of the stacked weight."""
+        rows = [tensors[name].shape[0] for name in self.weight_names]
+        return dict(zip(self.weight_names, weight.split(rows), strict=True))
 
 
 def covered_layers(network: nn.Module, coverage: Coverage) -> list[str]:

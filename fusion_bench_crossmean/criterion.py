@@ -8,13 +8,14 @@ RegMean gain more over RegMean (CrossMean, arXiv 2610.14762, Section 4).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fusion_bench_crossmean.coverage import LayerGroup
 from fusion_bench_crossmean.paired_statistics import accumulate
 from fusion_bench_crossmean.report import mean
 from fusion_bench_crossmean.walker import Inputs
+from fusion_bench_crossmean.workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -59,16 +60,15 @@ class Criterion:
         }
 
 
-def measure(walk: Iterable[tuple[LayerGroup, dict[str, list[Inputs]]]]) -> Criterion:
+def measure(walk: Iterable[tuple[LayerGroup, Mapping[str, Iterable[Inputs]]]]) -> Criterion:
     """The criterion from a walk over the averaged model (path point 0) and the experts (path point 1)."""
-    layers = []
+    layers, workspace = [], Workspace()
     for group, inputs in walk:
-        sums = {task: accumulate((batch[0], batch[1]) for batch in batches) for task, batches in inputs.items()}
-        layers.append(
-            LayerAlignment(
-                group, {task: s.alignment for task, s in sums.items()}, {task: s.drift for task, s in sums.items()}
-            )
-        )
+        alignment, drift = {}, {}
+        for task, batches in inputs.items():
+            sums = accumulate(((batch[0], batch[1]) for batch in batches), workspace=workspace)
+            alignment[task], drift[task] = sums.alignment(), sums.drift()
+        layers.append(LayerAlignment(group, alignment, drift))
     return Criterion(layers)
 
 

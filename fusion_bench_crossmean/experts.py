@@ -9,9 +9,12 @@ import torch
 from torch import nn
 
 from fusion_bench_crossmean.coverage import shorten, tied_parameters
+from fusion_bench_crossmean.weights import is_finite
 
 #: Entries of a transformers config that change what the same weights compute.
 FUNCTIONAL_CONFIG = ("hidden_act", "num_attention_heads", "layer_norm_eps")
+
+NO_EXPERTS = "The pool has no experts: there is nothing to merge. Add models to modelpool.models."
 
 
 def check_experts(experts: Mapping[str, nn.Module]) -> None:
@@ -26,21 +29,30 @@ def check_experts(experts: Mapping[str, nn.Module]) -> None:
             NaN or infinity in a weight; integer buffers that disagree.
     """
     if not experts:
-        raise ValueError("The pool has no experts: there is nothing to merge. Add models to modelpool.models.")
+        raise ValueError(NO_EXPERTS)
+    reference: tuple[str, nn.Module] | None = None
     for name, expert in experts.items():
-        if not isinstance(expert, nn.Module):
-            raise TypeError(
-                f"Loading expert {name!r} gave a {type(expert).__name__}, not a torch module. "
-                f"Check the entry modelpool.models.{name}."
-            )
-    (reference, first), *others = experts.items()
-    for name, expert in others:
-        check_tensors(reference, first, name, expert)
-        check_architecture(reference, first, name, expert)
-    for name, expert in experts.items():
-        bad = [key for key, t in expert.state_dict().items() if t.is_floating_point() and not t.isfinite().all()]
-        if bad:
-            raise ValueError(f"Expert {name!r} has NaN or infinity in {len(bad)} tensors: {shorten(bad)}.")
+        check_expert(name, expert, reference)
+        reference = reference or (name, expert)
+
+
+def check_expert(name: str, expert: nn.Module, reference: tuple[str, nn.Module] | None) -> None:
+    """Refuses one expert by itself, or beside `reference`: another's name and module, whose values do not matter.
+
+    Raises:
+        TypeError, ValueError: see `check_experts`.
+    """
+    if not isinstance(expert, nn.Module):
+        raise TypeError(
+            f"Loading expert {name!r} gave a {type(expert).__name__}, not a torch module. "
+            f"Check the entry modelpool.models.{name}."
+        )
+    if reference is not None:
+        check_tensors(*reference, name, expert)
+        check_architecture(*reference, name, expert)
+    bad = [key for key, t in expert.state_dict().items() if t.is_floating_point() and not is_finite(t)]
+    if bad:
+        raise ValueError(f"Expert {name!r} has NaN or infinity in {len(bad)} tensors: {shorten(bad)}.")
 
 
 def check_tensors(reference: str, first: nn.Module, name: str, expert: nn.Module) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -18,12 +18,13 @@ import greenlet
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_crossmean.calibration import Batch
-
 log = logging.getLogger(__name__)
 
 #: For a hook that another thread calls while it is being registered: torch marks it as one with keywords only then.
 NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
+
+#: Positional and keyword arguments of a module's call.
+Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 class WalkError(RuntimeError):
@@ -42,59 +43,64 @@ def autocast_devices() -> tuple[str, ...]:
 
 
 class Pause:
-    """The pre-hook of a layer: hands the layer's input to the walker if this call comes from one of its forwards.
+    """The pre-hook of a layer or block: lets a forward of the walker pause there.
 
     Any other greenlet or thread runs straight through. The hook keeps nothing in local variables across the switch:
     what it held there would live as long as the paused forward.
     """
 
-    def __init__(self, layer: str, owner: object) -> None:
-        self.layer = layer
+    def __init__(self, name: str, owner: object) -> None:
+        self.name = name
         self.owner = owner
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] = NO_KEYWORDS) -> None:
         current = greenlet.getcurrent()
-        if isinstance(current, Forward) and current.owner is self.owner:
-            current.pause(self.layer, input_of(args, kwargs))
+        if isinstance(current, Forward) and current.owner is self.owner and self.name in current.stops:
+            current.pause(self.name, args, kwargs)
 
 
 class Forward(greenlet.greenlet):
-    """One forward pass that can be paused; see `Walker`."""
+    """One forward pass that can be paused.
 
-    def __init__(self, module: nn.Module, batch: Batch, owner: object) -> None:
+    Args:
+        call: runs the pass.
+        stops: names of the modules in front of which it pauses, where they have a `Pause` of the same owner.
+        owner: tells the forwards of one walker from another's on the same modules.
+        modes: of the thread, in which the pass begins; None takes those of now.
+    """
+
+    def __init__(
+        self, call: Callable[[], object], stops: Collection[str], owner: object, modes: ThreadModes | None = None
+    ) -> None:
         super().__init__()
         self.owner = owner
-        self._module = module
-        self._batch = batch
-        self._waits_at: str | None = None
-        self._modes = ThreadModes.now()
+        self.stops = stops
+        self._call = call
+        self._modes = modes or ThreadModes.now()
+        #: The modes at the last pause.
+        self.modes_there = self._modes
 
     def run(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  (the documented way)
         self._modes.restore()
-        self._batch.run(self._module)
+        self._call()
 
-    def pause(self, layer: str, tensor: Tensor) -> None:
+    def pause(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Called inside the forward: switches to the walker and comes back when it resumes this forward."""
-        modes = ThreadModes.now()
-        self._modes.check_against(modes, layer)
+        self.modes_there = ThreadModes.now()
+        self._modes.check_against(self.modes_there, name)
         assert self.parent is not None  # a forward that runs was started by the walker
-        self.parent.switch((layer, self._batch.rows(tensor)))
-        modes.restore()
+        self.parent.switch((name, args, kwargs))
+        self.modes_there.restore()
 
-    def advance(self, layer: str) -> Tensor:
-        """Runs on until the forward waits in front of `layer`; returns the layer's inputs, shape (tokens, in)."""
+    def advance(self, name: str) -> Arguments:
+        """Runs on until the forward waits in front of the module called `name`; returns that module's arguments."""
         reached = self._resume()
         if reached is None:
-            raise WalkError(f"A forward ended before it reached layer {layer!r}: it depends on its input.")
-        name, rows = reached
-        if name != layer:
-            raise WalkError(f"A forward reached layer {name!r} where {layer!r} was expected: it depends on its input.")
-        return rows
-
-    def finish(self) -> None:
-        """Runs the forward to its end."""
-        if (reached := self._resume()) is not None:
-            raise WalkError(f"A forward reached layer {reached[0]!r} a second time: it depends on its input.")
+            raise WalkError(f"A forward ended before it reached layer {name!r}: it depends on its input.")
+        found, args, kwargs = reached
+        if found != name:
+            raise WalkError(f"A forward reached layer {found!r} where {name!r} was expected: it depends on its input.")
+        return args, kwargs
 
     def cancel(self) -> None:
         """Ends an unfinished forward; its frames, and the activations they hold, are freed."""
@@ -108,7 +114,7 @@ class Forward(greenlet.greenlet):
                 except Exception:  # its own clean-up failed: no reason to hide why the walk ends
                     log.warning("A paused forward failed while it was being ended.", exc_info=True)
 
-    def _resume(self) -> tuple[str, Tensor] | None:
+    def _resume(self) -> tuple[str, tuple[Any, ...], Mapping[str, Any]] | None:
         # An exception in a greenlet surfaces in its parent: whoever resumes the forward must be that parent.
         self.parent = greenlet.getcurrent()
         with ThreadModes.kept():

@@ -12,10 +12,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from scipy.linalg.lapack import dpstrf  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
-from fusion_bench_crossmean.paired_statistics import PairedStatistics, accumulate
+from fusion_bench_crossmean.cholesky import CholeskyFactor, factorise
+from fusion_bench_crossmean.paired_statistics import (
+    NUM_PROBES,
+    PairedStatistics,
+    accumulate,
+    probes,
+)
+from fusion_bench_crossmean.workspace import Workspace
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +29,9 @@ log = logging.getLogger(__name__)
 LARGEST_RELATIVE_RIDGE = 1e-1
 #: Relative residual above which a solution is reported as doubtful; a sound float64 solve stays far below.
 DOUBTFUL_RESIDUAL = 1e-6
+
+#: Rows of a matrix that are converted to float64 at a time.
+PIECE = 256
 
 
 class SingularSystemError(ArithmeticError):
@@ -37,9 +46,8 @@ class Solution:
         weight: the merged weight, float64, shape (out, in).
         ridge: what was added to the diagonal of the left-hand side (absolute).
         relative_ridge: the same in multiples of its mean diagonal; above the setting where the ladder was climbed.
-        relative_residual: ``||(A + r I) X - B||_F / ||B||_F``.
-        rank: numerical rank of ``sum_t A_t`` before reduction and ridge; below `features`, the data alone do not
-            determine the weight and the stabilisation does.
+        relative_residual: ``||(A + r I) X - B||_F / ||B||_F``, see the function of that name.
+        relative_pivot: smallest squared pivot of the factorisation over the largest: at least one over the condition.
         features: the layer's input width.
         dead_features: input features that were zero on every row; their columns are the fallback's.
     """
@@ -48,7 +56,7 @@ class Solution:
     ridge: float
     relative_ridge: float
     relative_residual: float
-    rank: int
+    relative_pivot: float
     features: int
     dead_features: list[int]
 
@@ -64,6 +72,7 @@ class LinearSystem:
         symmetric_weight: beta, ``C -> (1 - beta) C + beta (C + C') / 2`` on the bilinear statistic. An ablation.
         gram_shrinkage: gamma, ``C -> (1 - gamma) C + gamma A``, after the former. An ablation.
         name: the layer, for messages.
+        workspace: where the matrices lie; it serves one system at a time.
     """
 
     def __init__(
@@ -75,6 +84,7 @@ class LinearSystem:
         symmetric_weight: float = 0.0,
         gram_shrinkage: float = 0.0,
         name: str = "",
+        workspace: Workspace | None = None,
     ) -> None:
         self.ratio = reduce_non_diagonal_ratio
         self.relative_ridge = relative_ridge
@@ -82,6 +92,7 @@ class LinearSystem:
         self.symmetric_weight = symmetric_weight
         self.gram_shrinkage = gram_shrinkage
         self.name = name
+        self.workspace = workspace or Workspace()
         self.rows = 0
         self.lhs: Tensor | None = None  # sum_t A_t, not yet reduced: (in, in)
         self.rhs: Tensor | None = None  # sum_t C_t W_t', reduced: (in, out)
@@ -92,6 +103,7 @@ class LinearSystem:
         expert_weight: Tensor,
         task_weight: float = 1.0,
         task: str = "",
+        num_batches: int | None = None,
     ) -> PairedStatistics:
         """Adds one task: ``A_t = L' L`` and ``B_t = (L' R)'`` of its paired inputs, with the expert's weight.
 
@@ -101,33 +113,42 @@ class LinearSystem:
             expert_weight: ``W_t``, shape (out, in).
             task_weight: scales ``A_t`` and ``B_t`` alike.
             task: its name, for messages.
+            num_batches: how many pairs there are; lets the cheaper order of ``C W'`` be chosen. None: C is formed.
 
         Returns:
-            The task's sums, unreduced.
+            The task's sums, unreduced; valid until the next task is added.
 
         Raises:
             SingularSystemError: the inputs hold NaN or infinity.
         """
-        statistics = accumulate(pairs)
-        gram, bilinear = statistics.gram, statistics.bilinear
-        # One NaN or infinity in a row of inputs reaches the diagonal of L'L, and every column sum of L'R.
-        if not (gram.diagonal().sum().isfinite() and bilinear.sum().isfinite()):
-            bad = int((~gram.isfinite()).sum() + (~bilinear.isfinite()).sum())
+        ablation = self.symmetric_weight or self.gram_shrinkage
+        weight = None if ablation else expert_weight
+        statistics = accumulate(pairs, weight, num_batches, self.workspace)
+        gram, diagonal, product = statistics.gram, statistics.diagonal, statistics.product
+        transposed = expert_weight.T.to(gram.dtype)
+        if ablation:
+            assert statistics.bilinear is not None
+            bilinear = statistics.bilinear
+            if self.symmetric_weight:
+                bilinear = torch.lerp(bilinear, (bilinear + bilinear.T) / 2, self.symmetric_weight)
+            if self.gram_shrinkage:
+                bilinear = torch.lerp(bilinear, gram, self.gram_shrinkage)
+            diagonal, product = bilinear.diagonal(), bilinear @ transposed
+        assert product is not None
+        # One NaN or infinity in a row of inputs reaches the diagonal of L'L, and every row of L'R W'.
+        if not (gram.diagonal().sum().isfinite() and product.sum().isfinite()):
+            bad = int((~gram.isfinite()).sum() + (~product.isfinite()).sum())
             raise SingularSystemError(
                 f"Layer {self.name!r}: the statistics ({len(gram)} x {len(gram)}) have {bad} non-finite values, "
                 f"from task {task!r}. Check that expert's weights and calibration inputs, or load it in float32."
             )
-        if self.symmetric_weight:
-            bilinear = torch.lerp(bilinear, (bilinear + bilinear.T) / 2, self.symmetric_weight)
-        if self.gram_shrinkage:
-            bilinear = torch.lerp(bilinear, gram, self.gram_shrinkage)
-        scale = task_weight / statistics.rows if self.task_weighting == "mean" else task_weight
-        transposed = expert_weight.T.to(gram.dtype)
         if self.lhs is None or self.rhs is None:
-            self.lhs, self.rhs = torch.zeros_like(gram), transposed.new_zeros(transposed.shape)
+            self.lhs = self.workspace.zeros("lhs", tuple(gram.shape), gram.dtype, gram.device)
+            self.rhs = self.workspace.zeros("rhs", tuple(transposed.shape), gram.dtype, gram.device)
+        scale = task_weight / statistics.rows if self.task_weighting == "mean" else task_weight
         self.lhs.add_(gram, alpha=scale)
-        self.rhs.addmm_(bilinear, transposed, alpha=scale * self.ratio)
-        self.rhs.addcmul_(bilinear.diagonal().unsqueeze(1), transposed, value=scale * (1 - self.ratio))
+        self.rhs.add_(product, alpha=scale * self.ratio)
+        self.rhs.addcmul_(diagonal.unsqueeze(1), transposed, value=scale * (1 - self.ratio))
         self.rows += statistics.rows
         return statistics
 
@@ -145,43 +166,47 @@ class LinearSystem:
         """
         if self.lhs is None or self.rhs is None:
             raise ValueError(f"Layer {self.name!r}: no task was added, there is nothing to solve.")
-        lhs, rhs = self.lhs.double(), self.rhs.double()
-        diagonal = lhs.diagonal().clone()
+        diagonal = self.lhs.diagonal().double()
         dead = diagonal == 0
-        rank = numerical_rank(lhs, min(self.rows, len(lhs) - int(dead.sum())), torch.finfo(self.lhs.dtype).eps)
-        lhs = lhs * self.ratio
         # A dead feature's row and column are zero: any positive pivot decouples it, and its result is replaced.
         mean_diagonal = float(diagonal.mean()) or 1.0
         diagonal[dead] = mean_diagonal
-        factor, relative_ridge = self._factorise(lhs, diagonal, mean_diagonal)
-        solution = torch.cholesky_solve(rhs, factor)
-        residual = float(torch.addmm(rhs, lhs, solution, beta=-1).norm()) / (float(rhs.norm()) or 1.0)
+        factor, relative_ridge = self._factorise(self.lhs, diagonal, mean_diagonal)
+        ridge = relative_ridge * mean_diagonal
+        transposed = torch.empty_like(self.rhs.T, dtype=torch.float64, memory_format=torch.contiguous_format)
+        weight = factor.solve(transposed.copy_(self.rhs.T))
+        residual = relative_residual(self.lhs, self.ratio, diagonal + ridge, weight, self.rhs)
         if residual > DOUBTFUL_RESIDUAL:
             log.warning("Layer %r: the relative residual of its system is %.1e.", self.name, residual)
-        live = len(lhs) - int(dead.sum())
+        live = len(dead) - int(dead.sum())
         if self.rows < live:
             log.warning(
-                "Layer %r: %d calibration tokens for %d input features (rank %d); the reduction and the ridge decide "
-                "the rest. More calibration inputs would help.",
+                "Layer %r: %d calibration tokens for %d input features; the reduction and the ridge decide the rest. "
+                "More calibration inputs would help.",
                 self.name,
                 self.rows,
                 live,
-                rank,
             )
-        weight = solution.T.contiguous()
         weight[:, dead] = fallback.to(weight)[:, dead]
-        dead_features = dead.nonzero().flatten().tolist()
-        return Solution(weight, relative_ridge * mean_diagonal, relative_ridge, residual, rank, len(lhs), dead_features)
+        return Solution(
+            weight,
+            ridge,
+            relative_ridge,
+            residual,
+            float(factor.pivots.min() / factor.pivots.max()),
+            features=len(dead),
+            dead_features=dead.nonzero().flatten().tolist(),
+        )
 
-    def _factorise(self, lhs: Tensor, diagonal: Tensor, mean_diagonal: float) -> tuple[Tensor, float]:
-        """Lower Cholesky factor of `lhs` with ``diagonal + r`` written on its diagonal, and r / mean_diagonal."""
+    def _factorise(self, lhs: Tensor, diagonal: Tensor, mean_diagonal: float) -> tuple[CholeskyFactor, float]:
+        """Factorises the reduced `lhs` with ``diagonal + r`` on its diagonal; also returns r / mean_diagonal."""
         relative_ridge = self.relative_ridge
         while True:
-            lhs.diagonal().copy_(diagonal + relative_ridge * mean_diagonal)
-            factor, failed_at = torch.linalg.cholesky_ex(lhs)
-            pivots = factor.diagonal().square()
-            floor = len(lhs) * torch.finfo(torch.float64).eps * pivots.max()
-            if failed_at == 0 and pivots.min() >= floor:
+            matrix = self.workspace.empty("float64", tuple(lhs.shape), torch.float64, lhs.device)
+            matrix.copy_(lhs).mul_(self.ratio).diagonal().copy_(diagonal + relative_ridge * mean_diagonal)
+            factor = factorise(matrix)
+            lowest = len(lhs) * torch.finfo(torch.float64).eps
+            if factor is not None and factor.pivots.min() >= lowest * factor.pivots.max():
                 return factor, relative_ridge
             following = relative_ridge * 10
             # The tolerance keeps 1e-4 * 10 * 10 * 10 on the ladder in spite of rounding.
@@ -200,18 +225,29 @@ class LinearSystem:
             relative_ridge = following
 
 
-def numerical_rank(gram: Tensor, bound: int, eps: float) -> int:
-    """Rank of a symmetric positive semidefinite float64 matrix whose entries carry a relative error `eps`.
+def bytes_needed(features: int, outputs: int) -> int:
+    """Memory that a layer's statistics and solution take at once, in bytes, with float32 sums.
 
-    Pivoted Cholesky (LAPACK dpstrf). The rank cannot exceed `bound` (rows summed, live features), which is returned
-    without a factorisation where it already says that the matrix is rank-deficient by far.
-
-    Example:
-        >>> numerical_rank(torch.diag(torch.tensor([2.0, 1.0, 0.0], dtype=torch.float64)), bound=3, eps=1e-7)
-        2
+    Three (in, in) sums, and that of the left-hand side once more in float64, with the two copies that torch makes to
+    factorise it; four (in, out) matrices in float32, and two in float64.
     """
-    if bound < len(gram) // 2:
-        return bound
-    tolerance = len(gram) * eps * float(gram.diagonal().max())
-    _, _, rank, _ = dpstrf(gram.cpu().numpy(), tol=tolerance, lower=1)
-    return min(int(rank), bound)
+    return features * features * (3 * 4 + 3 * 8) + features * outputs * (4 * 4 + 2 * 8)
+
+
+def relative_residual(lhs: Tensor, ratio: float, diagonal: Tensor, weight: Tensor, rhs: Tensor) -> float:
+    """``||A X - B||_F / ||B||_F`` for ``X = weight'`` and A = `ratio` times `lhs` with `diagonal` on its diagonal.
+
+    In float64. With many columns both norms are those of products with random signs, whose squares are unbiased
+    estimates: the whole product would cost as much as the solution.
+    """
+    directions = torch.eye(len(weight)).to(weight) if len(weight) <= NUM_PROBES else probes(len(weight), weight)
+    x = weight.T @ directions
+    error = norm = 0.0
+    for start in range(0, len(lhs), PIECE):  # in pieces: a float64 copy of `lhs` would be the largest matrix around
+        piece = slice(start, start + PIECE)
+        own = lhs[piece].double().mul_(ratio)
+        own.diagonal(start).copy_(diagonal[piece])
+        target = rhs[piece].double() @ directions
+        error += float((own @ x - target).square().sum())
+        norm += float(target.square().sum())
+    return (error / norm) ** 0.5 if norm > 0 else error**0.5

@@ -1,19 +1,21 @@
-"""The networks of a merge: the experts, the averaged and then merged one, and those on the paths between.
+"""The networks of a merge: the averaged and then merged one, the experts, and those on the paths between.
 
-The only code that writes a weight. Experts are checked against each other before anything is computed, are run as
-they are, and are given back as they came: weights, modes, devices and configs.
+The only code that writes a weight. One module, the runner, computes for all of them: before a stretch of a forward,
+from one pause to the next, it is given just the tensors which that stretch uses. So the merged model is the only whole
+network here; experts are read and never run, and the user's own modules stay as they are.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_crossmean.coverage import LayerGroup, layer_weight, shorten
+from fusion_bench_crossmean.coverage import LayerGroup, shorten
+from fusion_bench_crossmean.weights import Weights, hollow, is_finite, placeholder, tensors_of
 
 #: Entries that make a transformers model record outputs by patching `forward`, which mixes up interleaved forwards.
 RECORDING_CONFIG = ("output_hidden_states", "output_attentions")
@@ -23,77 +25,113 @@ class Networks:
     """Experts with a merged network and path networks of ``(1 - s) merged + s expert``.
 
     At first the merged network is the plain mean of the experts: parameters that are equal in all of them are
-    copied, integer buffers are copied.
+    copied, integer buffers are copied. Use it as a context manager: leaving restores what running needs switched.
 
     Args:
-        experts: task -> expert, all of one architecture; see `check_experts`.
+        experts: task -> its tensors, all of one architecture; see `check_experts`. They are only read.
         path_points: s of the networks that run, each in [0, 1]; 0 is the merged network, 1 the expert.
-        template: whose copy becomes the merged network (usually the pretrained model).
+        template: gives the merged network its structure, modes and integer buffers; its floating-point values are
+            not used.
         device: where everything runs.
-        dtype: floating-point type in which everything runs; None is the experts' common one, else float32.
+        dtype: of the merged network.
+        forward_dtype: in which networks run; None is `dtype`.
     """
 
     def __init__(
         self,
-        experts: Mapping[str, nn.Module],
+        experts: Mapping[str, Weights],
         path_points: Sequence[float],
         template: nn.Module,
         device: torch.device | str = "cpu",
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype = torch.float32,
+        forward_dtype: torch.dtype | None = None,
     ) -> None:
+        self.experts = experts
         self.path_points = tuple(path_points)
-        self.dtype = dtype or common_dtype(experts.values()) or torch.float32
         self.device = torch.device(device)
-        self._stack = contextlib.ExitStack()
-        self.experts = {task: self._placed(expert) for task, expert in experts.items()}
+        self.dtype = dtype
+        self.forward_dtype = forward_dtype or dtype
         self._requires_grad = {name: p.requires_grad for name, p in template.named_parameters()}
-        # Autocast caches casts of parameters that require gradients; the merged ones change under its feet.
-        self.merged = copy.deepcopy(template).to(self.device, self.dtype).eval().requires_grad_(requires_grad=False)
-        average_into(self.merged, list(self.experts.values()))
-        self.paths: dict[tuple[str, float], nn.Module] = {}
-        for task, expert in self.experts.items():
-            for point in self.path_points:
-                if 0 < point < 1:
-                    self.paths[task, point] = interpolate(self.merged, expert, point)
-
-    def _placed(self, expert: nn.Module) -> nn.Module:
-        """The expert itself where it already has the device and dtype, else a copy that does: it is not ours."""
-        tensors = [*expert.parameters(), *expert.buffers()]
-        fits = all(t.device == self.device and (t.dtype == self.dtype or not t.is_floating_point()) for t in tensors)
-        return expert if fits else copy.deepcopy(expert).to(self.device, self.dtype)
+        self.merged = hollow(template, lambda t: torch.empty_like(t, device=self.device, dtype=self._dtype_of(t)))
+        # What is left: integer buffers, and those outside the state dict. Autocast would cache casts of parameters
+        # that need gradients, and these change under its feet.
+        self.merged = self.merged.to(self.device, self.dtype).eval().requires_grad_(requires_grad=False)
+        average_into(tensors_of(self.merged), list(experts.values()))
+        self._merged = tensors_of(self.merged)
+        self.runner = hollow(self.merged, lambda t: placeholder(t, self.device, self._dtype_of(t, forward=True)))
+        self.runner = self.runner.to(self.forward_dtype).eval()
+        self._slots = {name: slot for name, slot in tensors_of(self.runner).items() if slot.is_floating_point()}
+        self._loaded: dict[str, Tensor] = {}
+        self._cache: dict[tuple[str, float], dict[str, Tensor]] = {}
+        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Networks:
-        for network in (self.merged, *self.experts.values(), *self.paths.values()):
-            self._stack.enter_context(ready_to_run(network))
+        self._stack.enter_context(ready_to_run(self.runner))
+        self._stack.enter_context(ready_to_run(self.merged))
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.unload()
         self._stack.close()
 
     def network(self, task: str, path_point: float) -> nn.Module:
-        """The network of one task at one path point."""
-        if path_point == 0:
-            return self.merged
-        return self.experts[task] if path_point == 1 else self.paths[task, path_point]
+        """The module that runs for one task at one path point: always the runner; see `load`."""
+        return self.runner
+
+    @torch.no_grad()
+    def load(self, task: str, path_point: float, names: Collection[str] | None = None) -> None:
+        """Gives the runner the tensors called `names` (None: all) of one task's network at one path point.
+
+        What is made for it (interpolated, cast, moved to the device) is kept until another task or other names are
+        loaded at the same path point; the rest of the runner holds NaN.
+        """
+        key = ("", 0.0) if path_point == 0 else (task, path_point)
+        for other in [k for k in self._cache if k[0] not in ("", task)]:
+            del self._cache[other]
+        kept = self._cache.get(key, {})
+        wanted = self._slots if names is None else [name for name in names if name in self._slots]
+        self._cache[key] = made = {
+            name: kept[name] if name in kept else self._tensor(name, task, path_point) for name in wanted
+        }
+        for name in self._loaded.keys() - made.keys():
+            self._slots[name].data = placeholder(self._merged[name], self.device, self._slots[name].dtype)
+        for name, tensor in made.items():
+            if self._loaded.get(name) is not tensor:
+                self._slots[name].data = tensor
+        self._loaded = dict(made)
+
+    def unload(self) -> None:
+        """The runner holds NaN everywhere, and nothing made for it is kept."""
+        for name in self._loaded:
+            self._slots[name].data = placeholder(self._merged[name], self.device, self._slots[name].dtype)
+        self._loaded = {}
+        self._cache.clear()
+
+    def expert_weight(self, task: str, group: LayerGroup) -> Tensor:
+        """An expert's stacked weight of a group, shape (out, in), on the device in the merged network's dtype."""
+        return group.weight_of(self.experts[task]).to(self.device, self.dtype)
+
+    def merged_weight(self, group: LayerGroup) -> Tensor:
+        """The merged network's stacked weight of a group as it stands, shape (out, in)."""
+        return group.weight_of(self._merged)
 
     @torch.no_grad()
     def write(self, group: LayerGroup, weight: Tensor) -> None:
-        """Stores a solved weight, shape (out, in), in the merged network and on the paths.
+        """Stores a solved weight, shape (out, in), in the merged network; later loads interpolate from it.
 
         Raises:
             ArithmeticError: it does not fit the networks' dtype.
         """
-        for name, rows in group.split(weight, self.merged).items():
-            stored = layer_weight(self.merged, name)
+        for name, rows in group.split(weight, self._merged).items():
+            stored = self._merged[name]
             stored.copy_(rows)
-            if not stored.isfinite().all():
+            if not is_finite(stored):
                 raise ArithmeticError(
-                    f"The merged weight of layer {name!r} overflows {self.dtype} (largest entry "
+                    f"The merged weight of layer {name.rpartition('.')[0]!r} overflows {self.dtype} (largest entry "
                     f"{float(rows.abs().max()):.3g}). Use dtype=float32."
                 )
-            for (task, point), path in self.paths.items():
-                expert = layer_weight(self.experts[task], name)
-                layer_weight(path, name).copy_(torch.lerp(stored, expert, point))
+            for made in self._cache.values():
+                made.pop(name, None)
 
     def finish(self, dtype: torch.dtype) -> nn.Module:
         """The merged network in `dtype`, its parameters as trainable as the template's.
@@ -101,48 +139,53 @@ class Networks:
         Raises:
             ArithmeticError: a value overflows `dtype`.
         """
+        self.unload()
         merged = self.merged.to(dtype)
-        bad = [k for k, t in merged.state_dict().items() if t.is_floating_point() and not t.isfinite().all()]
+        bad = [k for k, t in merged.state_dict().items() if t.is_floating_point() and not is_finite(t)]
         if bad:
             raise ArithmeticError(f"The merged model overflows {dtype} in {shorten(bad)}. Use dtype=float32.")
         for name, parameter in merged.named_parameters():
             parameter.requires_grad_(self._requires_grad[name])
         return merged
 
+    def _tensor(self, name: str, task: str, path_point: float) -> Tensor:
+        """One tensor of a network, a new one unless it can be used as it is stored."""
+        merged, dtype = self._merged[name], self._dtype_of(self._merged[name], forward=True)
+        if path_point == 0:
+            tensor = merged
+        elif path_point == 1:
+            tensor = self.experts[task][name].detach().to(self.device)
+        else:
+            tensor = torch.lerp(merged, self.experts[task][name].detach().to(merged), path_point)
+        tensor = tensor.to(dtype)
+        is_buffer = not isinstance(merged, nn.Parameter)
+        return tensor.clone() if is_buffer else tensor.detach()  # a forward may write into a buffer
 
-def common_dtype(networks: Iterable[nn.Module]) -> torch.dtype | None:
-    """The one floating-point dtype of all parameters of all networks, or None."""
-    dtypes = {p.dtype for network in networks for p in network.parameters() if p.is_floating_point()}
-    return dtypes.pop() if len(dtypes) == 1 else None
+    def _dtype_of(self, tensor: Tensor, *, forward: bool = False) -> torch.dtype:
+        if not tensor.is_floating_point():
+            return tensor.dtype
+        return self.forward_dtype if forward else self.dtype
 
 
 @torch.no_grad()
-def average_into(target: nn.Module, experts: Sequence[nn.Module]) -> None:
+def average_into(target: Mapping[str, Tensor], experts: Sequence[Weights]) -> None:
     """Sets every parameter and floating-point buffer of `target` to the mean over the experts.
 
     What is equal in all experts is copied bit for bit, and so are integer and boolean buffers.
     """
-    states = [expert.state_dict() for expert in experts]
-    for name, tensor in target.state_dict().items():
-        values = [state[name] for state in states if name in state]
+    for name, tensor in target.items():
+        values = [expert[name].detach().to(tensor.device) for expert in experts if name in expert]
         if not values:
             continue  # an integer buffer that no expert stores; check_experts refused anything else
-        if all(torch.equal(values[0], value) for value in values[1:]):
-            tensor.copy_(values[0])
+        first, *others = values
+        if all(value.dtype == first.dtype and torch.equal(first, value) for value in others):
+            tensor.copy_(first)
         else:
-            accurate = torch.promote_types(tensor.dtype, torch.float32)
-            tensor.copy_(sum(value.to(accurate) for value in values) / len(values))
-
-
-@torch.no_grad()
-def interpolate(merged: nn.Module, expert: nn.Module, point: float) -> nn.Module:
-    """A copy of `merged` with the parameters and floating-point buffers ``(1 - point) merged + point expert``."""
-    path = copy.deepcopy(merged)
-    state = expert.state_dict()
-    for name, tensor in path.state_dict().items():
-        if name in state and tensor.is_floating_point():
-            tensor.lerp_(state[name], point)
-    return path
+            accurate = functools.reduce(torch.promote_types, (v.dtype for v in values), torch.float32)
+            mean = first.to(accurate, copy=True)
+            for value in others:
+                mean += value
+            tensor.copy_(mean.div_(len(values)))
 
 
 @contextlib.contextmanager

@@ -5,83 +5,191 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from fusion_bench_crossmean.workspace import Workspace
+
+#: Columns of a Gram matrix that are computed at a time: large enough for a product, small enough to save half of it.
+GRAM_BLOCK = 384
+#: Rows whose products are summed at a time, in the cache.
+CACHED_ROWS = 64
+#: Random directions in which the alignment is measured where the bilinear statistic is never formed.
+NUM_PROBES = 16
+
 
 @contextlib.contextmanager
-def exact_products() -> Iterator[None]:
-    """Full float32 products on every device inside the block (no TF32, no bfloat16), as before afterwards."""
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+def float32_products(precision: Literal["highest", "high", "medium"] = "highest") -> Iterator[None]:
+    """Float32 products of this precision on every device inside the block, as before afterwards.
+
+    `highest` is full float32 (no TF32, no bfloat16), `medium` lets operands be rounded to bfloat16; sums are float32.
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(precision)
+        torch.set_float32_matmul_precision(before)
 
 
 @dataclass
 class PairedStatistics:
     """Sums over the rows of paired inputs ``L`` (left) and ``R`` (right) of one task.
 
+    The matrices lie in a workspace: they are valid until the next sums are made with it.
+
     Args:
-        gram: ``L' L``, shape (in, in).
-        bilinear: ``L' R``, shape (in, in): rows belong to left, columns to right. It is `gram` itself where both
-            sides are the same tensor.
+        gram: ``A = L' L``, shape (in, in).
+        bilinear: ``C = L' R``, shape (in, in): rows belong to left, columns to right. It is `gram` itself where both
+            sides are the same tensor, and None where only `product` was asked for.
+        product: ``C W'``, shape (in, out), for the weight W that was given.
+        diagonal: of C, shape (in,).
+        sketch: ``C V``, shape (in, probes), for fixed random directions V; None where C was formed.
         right_energy: ``||R||_F^2``.
         rows: how many rows (tokens) were summed.
     """
 
     gram: Tensor
-    bilinear: Tensor
+    bilinear: Tensor | None
+    product: Tensor | None
+    diagonal: Tensor
+    sketch: Tensor | None
     right_energy: float
     rows: int
 
-    @property
     def alignment(self) -> float:
-        """``<L'L, L'R>_F / (||L'L||_F ||L'R||_F)``: at most 1, and 1 iff L'R is a positive multiple of L'L."""
+        """``<A, C>_F / (||A||_F ||C||_F)``: at most 1, and 1 iff C is a positive multiple of A.
+
+        Where C was not formed, that of ``A V`` and ``C V``: the same in expectation of each product.
+        """
         if self.bilinear is self.gram:
             return 1.0
-        gram, bilinear = self.gram.double(), self.bilinear.double()
-        norms = gram.norm() * bilinear.norm()
-        return float((gram * bilinear).sum() / norms) if norms > 0 else float("nan")
+        gram, other = self.gram, self.bilinear
+        if other is None:
+            assert self.sketch is not None
+            gram, other = gram @ probes(len(gram), gram), self.sketch
+        inner = gram_norm = other_norm = 0.0
+        for a, c in zip(gram.split(GRAM_BLOCK), other.split(GRAM_BLOCK), strict=True):
+            a, c = a.double(), c.double()  # in pieces: whole copies would be the largest matrices around
+            inner += float((a * c).sum())
+            gram_norm += float(a.square().sum())
+            other_norm += float(c.square().sum())
+        norms = (gram_norm * other_norm) ** 0.5
+        return inner / norms if norms > 0 else float("nan")
 
-    @property
     def drift(self) -> float:
         """``||L - R||_F / ||R||_F``, from traces alone."""
         if self.bilinear is self.gram:
             return 0.0
-        left, cross = self.gram.diagonal().double().sum(), self.bilinear.diagonal().double().sum()
+        left, cross = self.gram.diagonal().double().sum(), self.diagonal.double().sum()
         squared = float(left - 2 * cross) + self.right_energy
         return (max(squared, 0.0) / self.right_energy) ** 0.5 if self.right_energy > 0 else float("nan")
 
 
-def accumulate(pairs: Iterable[tuple[Tensor, Tensor]]) -> PairedStatistics:
-    """Sums ``L' L`` and ``L' R`` over batches, in float32, or float64 where the inputs are float64.
+def accumulate(
+    pairs: Iterable[tuple[Tensor, Tensor]],
+    weight: Tensor | None = None,
+    num_batches: int | None = None,
+    workspace: Workspace | None = None,
+) -> PairedStatistics:
+    """Sums over batches, in float32, or float64 where the inputs are float64.
 
     Args:
         pairs: (left, right) per batch, each of shape (tokens, in) and in any floating dtype; they are upcast before
             the product. Where both are one tensor, one product is computed.
+        weight: W, shape (out, in), for `product`.
+        num_batches: how many pairs there are: then ``C W'`` is computed as ``(L' R) W'`` or as ``L' (R W')``, which is
+            cheaper. None: C is formed, and so it is without a weight and where both sides are one tensor.
+        workspace: where the matrices lie.
 
     Raises:
         ValueError: no batch at all.
     """
-    gram = bilinear = None
-    right_energy, rows = 0.0, 0
+    workspace = workspace or Workspace()
+    sums: Sums | None = None
     for left, right in pairs:
-        same = right is left
-        dtype = torch.promote_types(left.dtype, torch.float32)
-        left = left.to(dtype)
-        right = left if same else right.to(dtype)
-        if gram is None or bilinear is None:
-            gram = left.new_zeros(left.shape[1], left.shape[1])
-            bilinear = gram if same else torch.zeros_like(gram)
-        gram.addmm_(left.T, left)
-        if bilinear is not gram:
-            bilinear.addmm_(left.T, right)
-        right_energy += float(right.double().square().sum()) if dtype == torch.float64 else float(right.norm()) ** 2
-        rows += left.shape[0]
-    if gram is None or bilinear is None:
+        if sums is None:
+            rows = None if num_batches is None else len(left) * num_batches
+            forms = rows is None or weight is None or bilinear_is_cheaper(rows, *weight.T.shape)
+            sums = Sums(left, weight, same=right is left, forms=forms, workspace=workspace)
+        sums.add(left, right)
+    if sums is None:
         raise ValueError("There are no inputs to sum: the calibration set of a task is empty.")
-    return PairedStatistics(gram, bilinear, right_energy, rows)
+    return sums.finish()
+
+
+class Sums:
+    """The running sums of `accumulate`."""
+
+    def __init__(self, like: Tensor, weight: Tensor | None, *, same: bool, forms: bool, workspace: Workspace) -> None:
+        self.dtype = torch.promote_types(like.dtype, torch.float32)
+        self.same = same
+        width, device = like.shape[1], like.device
+        self.gram = workspace.zeros("gram", (width, width), self.dtype, device)
+        self.bilinear = self.product = self.factor = None
+        self.transposed = None if weight is None else weight.T.to(self.dtype)
+        if same:
+            self.bilinear = self.gram
+        elif forms:
+            self.bilinear = workspace.zeros("bilinear", (width, width), self.dtype, device)
+        else:
+            assert self.transposed is not None
+            self.factor = torch.cat([self.transposed, probes(width, self.gram)], 1)
+            self.product = workspace.zeros("product", tuple(self.factor.shape), self.dtype, device)
+        self.diagonal = torch.zeros(width, dtype=self.dtype, device=device)
+        self.right_energy = 0.0
+        self.rows = 0
+
+    def add(self, left: Tensor, right: Tensor) -> None:
+        """One batch."""
+        left = left.to(self.dtype)
+        right = left if self.same else right.to(self.dtype)
+        add_gram(self.gram, left)
+        if self.factor is not None and self.product is not None:
+            self.product.addmm_(left.T, right @ self.factor)
+            for some_left, some_right in zip(left.split(CACHED_ROWS), right.split(CACHED_ROWS), strict=True):
+                self.diagonal += (some_left * some_right).sum(0)
+        elif self.bilinear is not None and not self.same:
+            self.bilinear.addmm_(left.T, right)
+        exact = self.dtype == torch.float64
+        self.right_energy += float(right.square().sum()) if exact else float(right.norm()) ** 2
+        self.rows += left.shape[0]
+
+    def finish(self) -> PairedStatistics:
+        """The whole matrices."""
+        mirror_upper(self.gram)
+        product, sketch = self.product, None
+        if product is not None and self.transposed is not None:
+            product, sketch = product.split([self.transposed.shape[1], NUM_PROBES], 1)
+        elif self.bilinear is not None:
+            self.diagonal = self.bilinear.diagonal()
+            product = None if self.transposed is None else self.bilinear @ self.transposed
+        return PairedStatistics(self.gram, self.bilinear, product, self.diagonal, sketch, self.right_energy, self.rows)
+
+
+def add_gram(gram: Tensor, rows: Tensor) -> None:
+    """Adds ``rows' rows`` to the blocks of `gram` on and above its diagonal: little more than half the products."""
+    for start in range(0, len(gram), GRAM_BLOCK):
+        end = start + GRAM_BLOCK
+        gram[start:end, start:].addmm_(rows[:, start:end].T, rows[:, start:])
+
+
+def mirror_upper(gram: Tensor) -> None:
+    """Copies the blocks above the diagonal to below it."""
+    for start in range(0, len(gram), GRAM_BLOCK):
+        end = start + GRAM_BLOCK
+        gram[end:, start:end] = gram[start:end, end:].T
+
+
+def bilinear_is_cheaper(rows: int, width: int, outputs: int) -> bool:
+    """Whether ``(L' R) W'`` (N n^2 + n^2 m products for N rows, n inputs, m outputs) beats ``L' (R W')`` (2 N n m)."""
+    return rows * width + width * outputs <= 2 * rows * outputs
+
+
+def probes(width: int, like: Tensor) -> Tensor:
+    """Fixed random signs, shape (width, `NUM_PROBES`), in dtype and on the device of `like`."""
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(0, 2, (width, NUM_PROBES), generator=generator, device="cpu")
+    return (2 * signs - 1).to(like)

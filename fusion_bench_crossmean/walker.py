@@ -8,157 +8,236 @@ the group is measured, so one pass per network and batch replaces one pass per l
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Literal, Protocol
 
-import greenlet
 from torch import Tensor, nn
 
+from fusion_bench_crossmean.activation_store import ActivationStore, StoredInputs, StoreKind
 from fusion_bench_crossmean.calibration import Batch
-from fusion_bench_crossmean.coverage import LayerGroup, shorten
-from fusion_bench_crossmean.forwards import NO_KEYWORDS, Forward, Pause, WalkError, input_of
-
-log = logging.getLogger(__name__)
+from fusion_bench_crossmean.course import Course, observe
+from fusion_bench_crossmean.coverage import LayerGroup
+from fusion_bench_crossmean.forwards import Arguments, Forward, Pause, WalkError, input_of
 
 #: What a layer group receives from one calibration batch: path point -> inputs of shape (tokens, in).
 Inputs = dict[float, Tensor]
 
 
 class NetworkSource(Protocol):
-    """What the walker needs to know of the networks: the path points, and the module of one task at one of them."""
+    """What the walker needs to know of the networks."""
 
     path_points: tuple[float, ...]
 
-    def network(self, task: str, path_point: float) -> nn.Module: ...
+    def network(self, task: str, path_point: float) -> nn.Module:
+        """The module that runs for one task at one path point, in eval mode."""
+        ...
+
+    def load(self, task: str, path_point: float, names: Collection[str] | None = None) -> None:
+        """Called before a stretch of its forward: gives it the tensors called `names`, None: all of them."""
+        ...
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a walk trades memory for time; the results are the same.
+
+    Args:
+        kind: `paused` keeps every forward at the layer group that is being solved. `replay` keeps it in front of the
+            block around that group, and runs the block's beginning again for every group, batch by batch.
+        store: where what `replay` keeps lies.
+    """
+
+    kind: Literal["paused", "replay"] = "paused"
+    store: StoreKind = "device"
 
 
 class Walker:
-    """Iterates over ``(group, inputs)`` in depth order; ``inputs[task]`` is a list with one `Inputs` per batch.
+    """Iterates over ``(group, inputs)`` in depth order; ``inputs[task]`` gives one `Inputs` per batch, one at a time.
 
-    While the loop body runs, every forward waits in front of `group`; what it does to the group's weights is what the
-    forwards go on with. Use it as a context manager: leaving ends every unfinished forward and removes every hook.
+    While the loop body runs, every forward waits in front of `group`, or of the block around it; what the body does
+    to the group's weights is what the forwards go on with. After the last group they are dropped where they are. Use
+    it as a context manager: leaving ends every unfinished forward and removes every hook.
 
     Args:
-        networks: the modules to walk, see `NetworkSource`. They must be in eval mode.
+        networks: the modules to walk.
         calibration: task -> batches, shared by all networks.
         layers: names of the layers to stop at.
+        choose: the schedule for the course that was observed.
 
     Raises:
         WalkError: a layer that no forward reaches, or that one forward reaches twice; a forward that changes its
-            course from batch to batch, or that pauses inside a thread-wide context other than grad mode and autocast.
+            course from batch to batch, or that pauses inside a thread-wide context other than grad mode and autocast;
+            blocks that cannot be replayed.
     """
 
     def __init__(
-        self, networks: NetworkSource, calibration: Mapping[str, Sequence[Batch]], layers: Sequence[str]
+        self,
+        networks: NetworkSource,
+        calibration: Mapping[str, Sequence[Batch]],
+        layers: Sequence[str],
+        choose: Callable[[Course], Schedule] = lambda _: Schedule(),
     ) -> None:
         self.networks = networks
         self.calibration = calibration
         self.layers = layers
-        self.groups: list[LayerGroup] = []
-        self._forwards: dict[tuple[str, int, float], Forward] = {}
+        self.choose = choose
+        self.schedule = Schedule()
+        #: Seconds spent in forwards so far.
+        self.seconds = 0.0
+        self._waiting: dict[tuple[str, int, float], Waiting] = {}
+        self._replays: list[Forward] = []
         self._stack = contextlib.ExitStack()
         self._owner = object()  # tells this walker's forwards from another's on the same modules
 
     def __enter__(self) -> Walker:
         task, batches = next(iter(self.calibration.items()))
-        self.groups = probe(self.networks.network(task, self.networks.path_points[0]), batches[0], self.layers)
-        modules: dict[int, nn.Module] = {}
-        for task, batches in self.calibration.items():
-            for point in self.networks.path_points:
-                module = self.networks.network(task, point)
-                modules[id(module)] = module
-                for index, batch in enumerate(batches):
-                    forward = Forward(module, batch, self._owner)
-                    self._forwards[task, index, point] = forward
-                    self._stack.callback(forward.cancel)
-        for group in self.groups:
-            first_layers = [module.get_submodule(group.names[0]) for module in modules.values()]
-            for first in dict.fromkeys(first_layers):  # once each: experts may share a module
-                pause = Pause(group.names[0], self._owner)
-                self._stack.callback(first.register_forward_pre_hook(pause, with_kwargs=True).remove)
+        point = self.networks.path_points[0]
+        self.networks.load(task, point)
+        self.course = observe(self.networks.network(task, point), batches[0], self.layers)
+        self.schedule = self.choose(self.course)
+        if self.schedule.kind == "replay" and self.course.obstacle:
+            raise WalkError(f"The blocks cannot be replayed: {self.course.obstacle}. Use schedule=paused.")
+        with contextlib.ExitStack() as stack:  # if something does not begin, what has begun ends
+            store = stack.enter_context(ActivationStore(self.schedule.store))
+            paused = self.schedule.kind == "paused"
+            stops = self.course.group_stops if paused else self.course.block_stops
+            modules: dict[int, nn.Module] = {}
+            for task, batches in self.calibration.items():
+                for point in self.networks.path_points:
+                    module = self.networks.network(task, point)
+                    modules[id(module)] = module
+                    for index, batch in enumerate(batches):
+                        forward = Forward(functools.partial(batch.run, module), stops, self._owner)
+                        stack.callback(forward.cancel)
+                        self._waiting[task, index, point] = Waiting(forward, batch, store)
+            for name in dict.fromkeys(stop.name for stop in self.course.stops):
+                for module in dict.fromkeys(m.get_submodule(name) for m in modules.values()):  # some share a layer
+                    pause = Pause(name, self._owner)
+                    stack.callback(module.register_forward_pre_hook(pause, with_kwargs=True).remove)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._stack.close()  # the hooks, then every forward, whatever goes wrong with one of them
+            self._end_replays()
         finally:
-            self._forwards.clear()
+            try:
+                self._stack.close()  # the hooks, then every forward, whatever goes wrong with one of them
+            finally:
+                self._waiting.clear()
 
     def __len__(self) -> int:
-        return len(self.groups)
+        return len(self.course.groups)
 
-    def __iter__(self) -> Iterator[tuple[LayerGroup, dict[str, list[Inputs]]]]:
-        for group in self.groups:
-            inputs: dict[str, list[Inputs]] = {
-                task: [
-                    {point: self._forwards[task, index, point].advance(group.names[0]) for point in self._points}
-                    for index in range(len(batches))
-                ]
-                for task, batches in self.calibration.items()
-            }
-            yield group, inputs
-            inputs.clear()
-        for forward in self._forwards.values():
-            forward.finish()
+    def __iter__(self) -> Iterator[tuple[LayerGroup, Mapping[str, BatchInputs]]]:
+        at: str | None = None
+        for group, block in zip(self.course.groups, self.course.blocks, strict=True):
+            stop = group.names[0] if self.schedule.kind == "paused" or block is None else block
+            if stop != at:
+                self._advance(at, stop)
+                at = stop
+            yield group, {task: BatchInputs(self, task, group.names[0], stop) for task in self.calibration}
 
-    @property
-    def _points(self) -> tuple[float, ...]:
-        return self.networks.path_points
+    def _advance(self, start: str | None, stop: str) -> None:
+        """Every forward runs on from one stop to another."""
+        used = self.course.used_between(start, stop)
+        for task, batches in self.calibration.items():
+            for point in self.networks.path_points:
+                with self._timed():
+                    self.networks.load(task, point, used)
+                    for index in range(len(batches)):
+                        self._waiting[task, index, point].advance(stop)
 
+    def inputs_at(self, task: str, layer: str, stop: str) -> Iterator[Inputs]:
+        """What `layer` receives, batch by batch, from forwards that wait at `stop`."""
+        for index, batch in enumerate(self.calibration[task]):
+            try:
+                inputs = {}
+                for point in self.networks.path_points:
+                    waiting = self._waiting[task, index, point]
+                    if stop == layer:
+                        inputs[point] = batch.rows(input_of(*waiting.arguments))
+                    else:
+                        with self._timed(), waiting.at_hand():
+                            inputs[point] = batch.rows(input_of(*self._replay(waiting, task, point, stop, layer)))
+                yield inputs
+            finally:
+                self._end_replays()
 
-def probe(network: nn.Module, batch: Batch, layers: Sequence[str]) -> list[LayerGroup]:
-    """Depth order and shared inputs of `layers`, observed in one forward pass.
+    def _replay(self, waiting: Waiting, task: str, point: float, block: str, layer: str) -> Arguments:
+        """Runs a block's beginning again, from the inputs that wait in front of it, up to `layer`."""
+        self.networks.load(task, point, self.course.used_between(block, layer))
+        module = self.networks.network(task, point).get_submodule(block)
+        args, kwargs = waiting.arguments
+        # Not called as a module: its pre-hooks have already run.
+        call = functools.partial(module.forward, *args, **kwargs)
+        replay = Forward(call, (layer,), self._owner, waiting.forward.modes_there)
+        self._replays.append(replay)
+        return replay.advance(layer)
 
-    Layers that receive the same tensor object, one directly after the other, form a group.
+    def _end_replays(self) -> None:
+        while self._replays:
+            self._replays.pop().cancel()
 
-    Raises:
-        WalkError: a layer is never reached, or reached twice.
-    """
-    calls: list[tuple[str, Tensor, int]] = []  # holds the inputs, so that no identity is reused
-    versions = [version_of(tensor) for tensor in batch.tensors()]
-    here = greenlet.getcurrent()
-    with contextlib.ExitStack() as stack:
-        for name in layers:
-
-            def record(_: Any, args: Any, kwargs: Mapping[str, Any] = NO_KEYWORDS, name: str = name) -> None:
-                if greenlet.getcurrent() is here:
-                    tensor = input_of(args, kwargs)
-                    calls.append((name, tensor, version_of(tensor)))
-
-            hook = network.get_submodule(name).register_forward_pre_hook(record, with_kwargs=True)
-            stack.callback(hook.remove)
-        batch.run(network)
-    if versions != [version_of(tensor) for tensor in batch.tensors()]:
-        raise WalkError(
-            "The model's forward writes into its own input, which all networks share. Let it work on a copy."
-        )
-    reached = [name for name, *_ in calls]
-    if missing := [name for name in layers if name not in set(reached)]:
-        raise WalkError(
-            f"{len(missing)} of {len(layers)} covered layers were never reached by a forward: {shorten(missing)}. "
-            "A fused attention (nn.MultiheadAttention) does not call its projections as layers: use coverage=mlp if "
-            "the model has modules called 'mlp'."
-        )
-    if repeated := sorted({name for name in reached if reached.count(name) > 1}):
-        raise WalkError(
-            f"{len(repeated)} covered layers are called more than once in one forward: {shorten(repeated)}. "
-            "A layer that is used at two depths has no single place in depth order."
-        )
-    groups: list[list[str]] = []
-    previous: tuple[Tensor | None, int] = (None, 0)
-    for name, tensor, version in calls:
-        if tensor is previous[0] and version == previous[1]:  # a tensor changed in place is another input
-            groups[-1].append(name)
-        else:
-            groups.append([name])
-        previous = (tensor, version)
-    return [LayerGroup(tuple(names)) for names in groups]
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - start
 
 
-def version_of(tensor: Tensor) -> int:
-    """How often the tensor was changed in place; 0 for one made in inference mode, which does not count that."""
-    return 0 if tensor.is_inference() else tensor._version
+class Waiting:
+    """A forward and the arguments of the module in front of which it waits."""
+
+    def __init__(self, forward: Forward, batch: Batch, store: ActivationStore) -> None:
+        self.forward = forward
+        self.arguments: Arguments = ((), {})
+        self._batch = batch
+        self._store = store
+        self._path = store.new_path()
+        self._stored: StoredInputs | None = None
+
+    def advance(self, stop: str) -> None:
+        """Runs on to `stop` and puts away what is needed there."""
+        if self._stored is not None:
+            self._stored.bring_back()
+        self._stored, self.arguments = None, ((), {})  # the forward frees them as it goes on
+        self.arguments = self.forward.advance(stop)
+        self._stored = self._store.hold(self.arguments, self._batch.tensors(), self._path)
+        if self._stored is not None:
+            self._stored.put_away()
+
+    @contextlib.contextmanager
+    def at_hand(self) -> Iterator[None]:
+        """The arguments' content is there inside the block."""
+        if self._stored is not None:
+            self._stored.bring_back()
+        try:
+            yield
+        finally:
+            if self._stored is not None:
+                self._stored.put_away()
+
+
+class BatchInputs:
+    """What a layer group receives, one task's batches one after the other; each is valid until the next."""
+
+    def __init__(self, walker: Walker, task: str, layer: str, stop: str) -> None:
+        self._walker = walker
+        self._task = task
+        self._layer = layer
+        self._stop = stop
+
+    def __len__(self) -> int:
+        return len(self._walker.calibration[self._task])
+
+    def __iter__(self) -> Iterator[Inputs]:
+        return self._walker.inputs_at(self._task, self._layer, self._stop)

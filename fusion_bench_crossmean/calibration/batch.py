@@ -62,6 +62,11 @@ class Batch:
         """Every tensor among the arguments."""
         return [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Tensor)]
 
+    @property
+    def size(self) -> int:
+        """How many inputs there are."""
+        return max((len(tensor) for tensor in self.tensors() if tensor.ndim), default=1)
+
     def _kept_tokens(self, inputs: Tensor) -> Tensor | None:
         if inputs.ndim < 3:
             return self._kept_flat_tokens(inputs)

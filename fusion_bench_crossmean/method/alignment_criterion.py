@@ -12,10 +12,8 @@ from torch import nn
 
 from fusion_bench_crossmean.criterion import Criterion, advice, measure
 from fusion_bench_crossmean.method.calibrated import CalibratedAlgorithm, as_pool, indices_of
-from fusion_bench_crossmean.networks import Networks
 from fusion_bench_crossmean.plots import plot_alignment
 from fusion_bench_crossmean.report import mean, table, write_json
-from fusion_bench_crossmean.walker import Walker
 
 log = logging.getLogger(__name__)
 
@@ -52,13 +50,11 @@ class AlignmentCriterionAnalyzer(CalibratedAlgorithm):
         """
         pool = as_pool(modelpool)
         self.profiler.recorded_durations.clear()
-        with self.computing():
-            material = self.prepare(pool, calibration)
-            networks = Networks(material.experts, (0.0, 1.0), material.template, self.device)
-            drawn = material.calibration.on(self.device, networks.dtype)
-            with networks, Walker(networks, drawn, material.layers) as walker:
+        with self.computing(), self.prepared(pool, calibration) as material:
+            networks = self.networks(material, (0.0, 1.0))
+            with self.walking(material, networks) as walker, self.profile("statistics"):
                 criterion = measure(self.walked(walker))
-        self.report = as_record(criterion) | self.common_report(material) | indices_of(material)
+            self.report = as_record(criterion) | self.common_report(material, walker) | indices_of(material)
         if self._is_rank_zero():
             self._announce(criterion)
         return networks.finish(networks.dtype) if self.return_averaged_model else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -18,14 +19,13 @@ from fusion_bench_crossmean.method.calibrated import (
     CalibratedAlgorithm,
     Material,
     as_pool,
-    check_choice,
-    check_number,
     indices_of,
 )
-from fusion_bench_crossmean.networks import Networks, common_dtype
-from fusion_bench_crossmean.paired_statistics import PairedStatistics
+from fusion_bench_crossmean.method.settings import check_choice, check_number
+from fusion_bench_crossmean.networks import Networks
 from fusion_bench_crossmean.report import mean, table, write_json
 from fusion_bench_crossmean.walker import Inputs, Walker
+from fusion_bench_crossmean.workspace import Workspace
 
 log = logging.getLogger(__name__)
 
@@ -79,10 +79,14 @@ class LayerwiseMerge(CalibratedAlgorithm):
     def input_pair(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Left and right inputs (tokens, in) of one batch: the merged layer's input and the one it is fitted to."""
 
-    def linear_system(self, group: LayerGroup) -> LinearSystem:
+    def linear_system(self, group: LayerGroup, workspace: Workspace) -> LinearSystem:
         """The empty system of one layer group, with this method's settings."""
         return LinearSystem(
-            self.reduce_non_diagonal_ratio, self.relative_ridge, task_weighting=self.task_weighting, name=group.name
+            self.reduce_non_diagonal_ratio,
+            self.relative_ridge,
+            task_weighting=self.task_weighting,
+            name=group.name,
+            workspace=workspace,
         )
 
     def run(  # pyright: ignore[reportIncompatibleMethodOverride]  (FusionBench's returns nothing)
@@ -104,41 +108,41 @@ class LayerwiseMerge(CalibratedAlgorithm):
         pool = as_pool(modelpool)
         self._check_task_weights(pool.model_names)
         self.profiler.recorded_durations.clear()
-        with self.computing():
-            material = self.prepare(pool, calibration)
-            merged, layers = self._merge(material)
-        self._report(material, layers)
+        with self.computing(), self.prepared(pool, calibration) as material:
+            with self.profile("average"):
+                networks = self.networks(material, self.network_points)
+            with self.walking(material, networks) as walker:
+                layers = self._merge(walker, networks)
+            experts = material.experts
+            merged = networks.finish(
+                getattr(torch, self.dtype) if self.dtype else experts.template_dtype or torch.float32
+            )
+            self._report(material, walker, layers)
         return merged
 
-    def _merge(self, material: Material) -> tuple[nn.Module, list[dict[str, Any]]]:
-        experts, layers = material.experts, []
-        with self.profile("average"):
-            networks = Networks(experts, self.network_points, material.template, self.device)
-        calibration = material.calibration.on(self.device, networks.dtype)
-        with networks, Walker(networks, calibration, material.layers) as walker:
-            for group, inputs in self.walked(walker):  # depth order; all forwards wait here
-                system = self.linear_system(group)
-                statistics = {}
-                with self.profile("statistics"):
-                    for task in experts:
-                        pairs = (self.input_pair(batch) for batch in inputs[task])
-                        weight = group.weight_of(networks.experts[task])
-                        statistics[task] = system.add_task(pairs, weight, self.task_weights.get(task, 1.0), task)
-                with self.profile("solve"):
-                    solution = system.solve(fallback=group.weight_of(networks.merged))
-                    networks.write(group, solution.weight)
-                layers.append(layer_record(group, statistics, solution))
-        template_dtype = (
-            common_dtype([material.template]) if material.has_pretrained else common_dtype(experts.values())
-        )
-        result = getattr(torch, self.dtype) if self.dtype else template_dtype or torch.float32
-        return networks.finish(result), layers
+    def _merge(self, walker: Walker, networks: Networks) -> list[dict[str, Any]]:
+        layers, workspace = [], Workspace()
+        for group, inputs in self.walked(walker):  # depth order; all forwards wait here
+            system = self.linear_system(group, workspace)
+            records = {}
+            with self.profile("statistics"):
+                for task in networks.experts:
+                    pairs = (self.input_pair(batch) for batch in inputs[task])
+                    weight = networks.expert_weight(task, group)
+                    factor = self.task_weights.get(task, 1.0)
+                    sums = system.add_task(pairs, weight, factor, task, num_batches=len(inputs[task]))
+                    records[task] = TaskRecord(sums.rows, sums.alignment(), sums.drift())
+            with self.profile("solve"):
+                solution = system.solve(fallback=networks.merged_weight(group))
+                networks.write(group, solution.weight)
+            layers.append(layer_record(group, records, solution))
+        return layers
 
-    def _report(self, material: Material, layers: list[dict[str, Any]]) -> None:
-        self.report = self.common_report(material) | {"layers": layers} | indices_of(material)
+    def _report(self, material: Material, walker: Walker, layers: list[dict[str, Any]]) -> None:
+        self.report = self.common_report(material, walker) | {"layers": layers} | indices_of(material)
         if self._is_rank_zero():
             seconds = self.report["seconds"]
-            log.info("%s merged %d experts:\n%s", type(self).__name__, len(material.experts), summary(layers))
+            log.info("%s merged %d experts:\n%s", type(self).__name__, len(material.tasks), summary(layers))
             log.info("Seconds: %s", ", ".join(f"{stage} {time:.1f}" for stage, time in seconds.items()))
             if (path := self.output_path()) is not None:
                 write_json(path, self.report)
@@ -150,34 +154,45 @@ class LayerwiseMerge(CalibratedAlgorithm):
             raise ValueError("task_weights are zero for every task: there is nothing to merge.")
 
 
-def layer_record(group: LayerGroup, statistics: Mapping[str, PairedStatistics], solution: Solution) -> dict[str, Any]:
+@dataclass(frozen=True)
+class TaskRecord:
+    """What the report keeps of one task's statistics; see `PairedStatistics`."""
+
+    rows: int
+    alignment: float
+    drift: float
+
+
+def layer_record(group: LayerGroup, records: Mapping[str, TaskRecord], solution: Solution) -> dict[str, Any]:
     """One layer group in the report; `alignment` is that of the statistics the system was built from."""
     return {
         "layers": list(group.names),
         "name": group.name,
-        "tokens": sum(s.rows for s in statistics.values()),
+        "tokens": sum(record.rows for record in records.values()),
         "features": solution.features,
-        "rank": solution.rank,
+        "relative_pivot": solution.relative_pivot,
         "dead_features": solution.dead_features,
         "ridge": solution.ridge,
         "relative_ridge": solution.relative_ridge,
         "relative_residual": solution.relative_residual,
-        "alignment": {task: s.alignment for task, s in statistics.items()},
+        "alignment": {task: record.alignment for task, record in records.items()},
+        "prefix_drift": {task: record.drift for task, record in records.items()},
     }
 
 
 def summary(layers: list[dict[str, Any]]) -> str:
     """A short table of the solved layers."""
-    header = ["layer", "features", "rank", "dead", "ridge", "residual", "alignment"]
+    header = ["layer", "features", "tokens", "dead", "ridge", "residual", "alignment", "drift"]
     rows = [
         [
             layer["name"],
             layer["features"],
-            layer["rank"],
+            layer["tokens"],
             len(layer["dead_features"]),
             f"{layer['relative_ridge']:.0e}",
             f"{layer['relative_residual']:.0e}",
             f"{mean(list(layer['alignment'].values())):.4f}",
+            f"{mean(list(layer['prefix_drift'].values())):.4f}",
         ]
         for layer in layers
     ]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
-import math
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from fusion_bench import BaseAlgorithm, RuntimeConstants, auto_register_config
@@ -19,11 +20,17 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from fusion_bench_crossmean.calibration import Calibration, load_calibration, open_datasets, source_for
+from fusion_bench_crossmean.course import Course
 from fusion_bench_crossmean.coverage import Coverage, covered_layers
-from fusion_bench_crossmean.experts import activation_of, check_experts
-from fusion_bench_crossmean.paired_statistics import exact_products
+from fusion_bench_crossmean.expert_loading import Experts, load_experts
+from fusion_bench_crossmean.experts import NO_EXPERTS, activation_of
+from fusion_bench_crossmean.memory import Need, choose_schedule, memory_of
+from fusion_bench_crossmean.method.settings import check_choice, check_integer, check_number
+from fusion_bench_crossmean.networks import Networks
+from fusion_bench_crossmean.paired_statistics import float32_products
 from fusion_bench_crossmean.report import check_writable, environment, peak_memory, unused
-from fusion_bench_crossmean.walker import Walker
+from fusion_bench_crossmean.walker import Schedule, Walker
+from fusion_bench_crossmean.weights import tensors_of
 
 log = logging.getLogger(__name__)
 
@@ -38,18 +45,19 @@ class Material:
     """What a run works on.
 
     Args:
-        experts: task -> expert.
-        template: the pool's pretrained model, without one its first expert; the merged model is a copy of it.
-        has_pretrained: whether the template is the pretrained model.
+        experts: the experts' tensors, and the template of the merged model.
         layers: names of the covered layers.
-        calibration: the drawn inputs, on the device and in the dtype of the forwards.
+        calibration: the drawn inputs.
     """
 
-    experts: dict[str, nn.Module]
-    template: nn.Module
-    has_pretrained: bool
+    experts: Experts
     layers: list[str]
     calibration: Calibration
+
+    @property
+    def tasks(self) -> list[str]:
+        """The experts' names."""
+        return list(self.experts.weights)
 
 
 @auto_register_config
@@ -64,6 +72,12 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
         num_workers: processes that load data, 0 for none.
         token_dropout: fraction of the calibration tokens left out of every statistic at random, in [0, 1); an
             ablation, 0 is off.
+        precision: `full`: forwards in the experts' dtype, products of statistics in full float32. `mixed`: forwards in
+            bfloat16, products with operands rounded to bfloat16; sums stay float32 and solutions float64.
+        schedule: `paused` holds every forward's activations, `replay` only the inputs of the current block and runs its
+            beginning again for every layer in it; `auto` takes the first that fits into memory. Results are equal.
+        activation_store: where `replay` keeps blocks' inputs: `device`, `cpu` or `disk`; `auto` as memory demands.
+        max_memory_gib: budget for this process on the device, in GiB, with all that is loaded; None: what is free.
         report_path: where the JSON report goes; ``{log_dir}`` is FusionBench's log folder. None: into that folder,
             or nowhere where there is none (then `report` holds it).
 
@@ -82,6 +96,10 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
     batch_size: int
     num_workers: int
     token_dropout: float
+    precision: Literal["full", "mixed"]
+    schedule: Literal["auto", "paused", "replay"]
+    activation_store: Literal["auto", "device", "cpu", "disk"]
+    max_memory_gib: float | None
     report_path: str | None
 
     def __init__(
@@ -93,6 +111,10 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
         batch_size: int = 32,
         num_workers: int = 0,
         token_dropout: float = 0.0,
+        precision: Literal["full", "mixed"] = "full",
+        schedule: Literal["auto", "paused", "replay"] = "auto",
+        activation_store: Literal["auto", "device", "cpu", "disk"] = "auto",
+        max_memory_gib: float | None = None,
         report_path: str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -110,6 +132,16 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
         check_number("token_dropout", token_dropout, 0, 1)
         if token_dropout == 1:
             raise ValueError("token_dropout must be below 1: at 1 no token is left.")
+        check_choice("precision", precision, ("full", "mixed"))
+        check_choice("schedule", schedule, ("auto", "paused", "replay"))
+        check_choice("activation_store", activation_store, ("auto", "device", "cpu", "disk"))
+        if schedule == "paused" and activation_store in ("cpu", "disk"):
+            raise ValueError(
+                f"activation_store={activation_store} needs schedule=replay or auto: a paused forward's activations "
+                "stay where they are."
+            )
+        if max_memory_gib is not None:
+            check_number("max_memory_gib", max_memory_gib, 0)
         #: The last run's report, as written.
         self.report: dict[str, Any] = {}
 
@@ -122,8 +154,9 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
         """Every setting with its value."""
         return {name: getattr(self, name) for name in self.setting_names()}
 
-    def prepare(self, modelpool: BaseModelPool, calibration: Mapping[str, Any] | None) -> Material:
-        """Loads and checks everything a run needs, the cheap checks first.
+    @contextlib.contextmanager
+    def prepared(self, modelpool: BaseModelPool, calibration: Mapping[str, Any] | None) -> Iterator[Material]:
+        """Loads and checks everything a run needs, the cheap checks first; its temporary files go with the block.
 
         Args:
             modelpool: FusionBench's pool.
@@ -133,40 +166,79 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
             check_writable(path)
         tasks = modelpool.model_names
         if not tasks:
-            check_experts({})
+            raise ValueError(NO_EXPERTS)
         count = self.num_calibration_samples
         if RuntimeConstants().debug:
             count = min(count, FAST_DEV_SAMPLES, self.batch_size)
             log.warning("fast_dev_run: one batch of %d inputs per task; the numbers mean nothing.", count)
         source = source_for(modelpool, calibration)
         datasets = open_datasets(source, tasks, count)
-        with self.profile("load experts"):
-            experts: dict[str, nn.Module] = {}
-            for task in self.progress(tasks, "loading experts"):
-                experts[task] = modelpool.load_model(task)
-            pretrained = {"_pretrained_": modelpool.load_model("_pretrained_")} if modelpool.has_pretrained else {}
-            check_experts(experts | pretrained)
-            template = pretrained.get("_pretrained_", next(iter(experts.values())))
-            layers = covered_layers(template, self.coverage)
-        with self.profile("load calibration"):
-            drawn = load_calibration(
-                source,
-                datasets,
-                num_samples=count,
-                seed=self.seed,
-                batch_size=self.batch_size,
-                num_workers=self.num_workers,
-                token_dropout=self.token_dropout,
-                progress=self.progress,
-            )
-        return Material(experts, template, bool(pretrained), layers, drawn)
+        with tempfile.TemporaryDirectory(prefix="crossmean-experts-") as folder:
+            with self.profile("load experts"):
+                numbers = itertools.count()
+                experts = load_experts(
+                    modelpool,
+                    fits=self._experts_fit,
+                    new_file=lambda _: Path(folder) / f"{next(numbers)}.safetensors",
+                    progress=self.progress,
+                )
+                layers = covered_layers(experts.template, self.coverage)
+            with self.profile("load calibration"):
+                drawn = load_calibration(
+                    source,
+                    datasets,
+                    num_samples=count,
+                    seed=self.seed,
+                    batch_size=self.batch_size,
+                    num_workers=self.num_workers,
+                    token_dropout=self.token_dropout,
+                    progress=self.progress,
+                )
+            yield Material(experts, layers, drawn)
+
+    def _experts_fit(self, size: int) -> bool:
+        """Whether so many bytes of experts may stay in memory: in half of what is free, the rest is to work in."""
+        budget = self.max_memory_gib if self.device.type == "cpu" else None
+        return size <= memory_of(torch.device("cpu"), budget).free / 2
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """No gradients, no autocast, no inference mode, full float32 products; all as before afterwards."""
+        """No gradients, no autocast, no inference mode, products of the set precision; all as before afterwards."""
         autocast_off = torch.autocast(self.device.type, enabled=False)
-        with torch.inference_mode(mode=False), torch.no_grad(), autocast_off, exact_products():
+        products = float32_products("medium" if self.precision == "mixed" else "highest")
+        with torch.inference_mode(mode=False), torch.no_grad(), autocast_off, products:
             yield
+
+    def networks(self, material: Material, path_points: Sequence[float]) -> Networks:
+        """The networks of a run, of which those at `path_points` are going to run."""
+        experts = material.experts
+        return Networks(
+            experts.weights,
+            path_points,
+            experts.template,
+            self.device,
+            dtype=experts.dtype or torch.float32,
+            forward_dtype=torch.bfloat16 if self.precision == "mixed" else None,
+        )
+
+    @contextlib.contextmanager
+    def walking(self, material: Material, networks: Networks) -> Iterator[Walker]:
+        """A walker over `networks` with the schedule that the settings ask for and memory allows."""
+        calibration = material.calibration.on(self.device, networks.forward_dtype)
+
+        def choose(course: Course) -> Schedule:
+            num_inputs = sum(batch.size for batches in calibration.values() for batch in batches)
+            return choose_schedule(
+                Need.of(course, num_inputs, len(networks.path_points), tensors_of(material.experts.template)),
+                memory_of(self.device, self.max_memory_gib),
+                kind=self.schedule,
+                store=self.activation_store,
+                on_host=self.device.type == "cpu",
+                is_budget=self.max_memory_gib is not None,
+            )
+
+        with networks, Walker(networks, calibration, material.layers, choose) as walker:
+            yield walker
 
     @property
     def device(self) -> torch.device:
@@ -185,25 +257,26 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
         with tqdm(total=len(walker), dynamic_ncols=True, disable=not self._is_rank_zero()) as bar:
             while True:
                 bar.set_description(f"{type(self).__name__}: forwards")
-                with self.profile("forwards"):
-                    step = next(steps, None)
+                step = next(steps, None)
                 if step is None:
                     return
                 bar.set_description(f"{type(self).__name__}: {step[0].name}")
                 yield step
                 bar.update()
 
-    def common_report(self, material: Material) -> dict[str, Any]:
+    def common_report(self, material: Material, walker: Walker) -> dict[str, Any]:
         """The part of a report that every algorithm shares."""
         return {
             "method": type(self).__name__,
             "settings": self.settings(),
             "versions": environment(),
-            "tasks": list(material.experts),
-            "activation": activation_of(material.template),
+            "tasks": material.tasks,
+            "activation": activation_of(material.experts.template),
             "num_covered_layers": len(material.layers),
             "num_inputs_used": {task: len(drawn) for task, drawn in material.calibration.indices.items()},
-            "seconds": {stage: sum(times) for stage, times in self.profiler.recorded_durations.items()},
+            "seconds": {stage: sum(times) for stage, times in self.profiler.recorded_durations.items()}
+            | {"forwards": walker.seconds},
+            "schedule": {"kind": walker.schedule.kind, "activation_store": walker.schedule.store},
             "peak_memory": peak_memory(),
         }
 
@@ -251,22 +324,3 @@ def as_pool(modelpool: BaseModelPool | Mapping[str, nn.Module]) -> BaseModelPool
 def indices_of(material: Material) -> dict[str, Any]:
     """The longest part of a report, hence its last one."""
     return {"calibration_indices": material.calibration.indices}
-
-
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Raises `ValueError` unless `value` is one of `choices`."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}.")
-
-
-def check_integer(name: str, value: Any, at_least: int) -> None:
-    """Raises `ValueError` unless `value` is an integer of at least `at_least`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise ValueError(f"{name} must be an integer of at least {at_least}, not {value!r}.")
-
-
-def check_number(name: str, value: Any, low: float, high: float = math.inf) -> None:
-    """Raises `ValueError` unless `value` is a number in [low, high]."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
-        limits = f"in [{low:g}, {high:g}]" if math.isfinite(high) else f"of at least {low:g}"
-        raise ValueError(f"{name} must be a number {limits}, not {value!r}.")

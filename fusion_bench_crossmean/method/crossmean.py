@@ -12,8 +12,9 @@ from torch import Tensor
 from fusion_bench_crossmean.coverage import LayerGroup
 from fusion_bench_crossmean.linear_system import LinearSystem
 from fusion_bench_crossmean.method.base import LayerwiseMerge
-from fusion_bench_crossmean.method.calibrated import check_number
+from fusion_bench_crossmean.method.settings import check_number
 from fusion_bench_crossmean.walker import Inputs
+from fusion_bench_crossmean.workspace import Workspace
 
 
 @auto_register_config
@@ -53,12 +54,17 @@ class CrossMeanAlgorithm(LayerwiseMerge):
     def input_pair(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         if self.path_points == [0.0]:
             return inputs[0], inputs[0]
-        first, *others = (inputs[point] for point in self.path_points)
-        total = sum((x.to(torch.promote_types(x.dtype, torch.float32)) for x in others), first)
-        return inputs[0], total / len(self.path_points)
+        accurate = torch.promote_types(inputs[0].dtype, torch.float32)
+        first, *others = (inputs[point].to(accurate) for point in self.path_points)
+        if not others:
+            return inputs[0], first
+        mean = first + others[0]  # the one large new tensor
+        for x in others[1:]:
+            mean += x
+        return inputs[0], mean.div_(len(self.path_points))
 
-    def linear_system(self, group: LayerGroup) -> LinearSystem:
-        system = super().linear_system(group)
+    def linear_system(self, group: LayerGroup, workspace: Workspace) -> LinearSystem:
+        system = super().linear_system(group, workspace)
         system.symmetric_weight, system.gram_shrinkage = self.symmetric_weight, self.gram_shrinkage
         return system
 

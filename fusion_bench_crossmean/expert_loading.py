@@ -1,0 +1,98 @@
+"""Loads a pool's experts one after the other and checks them.
+
+After that an expert is only read: from its own checkpoint where that holds the same values, else from memory, or from a
+copy on disk where memory is short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from fusion_bench.modelpool import BaseModelPool
+from torch import nn
+
+from fusion_bench_crossmean.experts import NO_EXPERTS, check_expert
+from fusion_bench_crossmean.weights import StoredWeights, Weights, checkpoint_of, hollow, size_of, tensors_of
+
+
+@dataclass(frozen=True)
+class Experts:
+    """What is known of a pool's models once they are loaded.
+
+    Args:
+        weights: task -> the expert's tensors.
+        template: a model without values: the pool's pretrained one, without that its first expert. The merged model
+            is built like it.
+        has_pretrained: whether the template is the pretrained model.
+        dtype: the one floating-point dtype of all experts' parameters, None where they differ.
+        template_dtype: the same of the pretrained model; without one it is `dtype`.
+    """
+
+    weights: dict[str, Weights]
+    template: nn.Module
+    has_pretrained: bool
+    dtype: torch.dtype | None
+    template_dtype: torch.dtype | None
+
+
+def load_experts(
+    modelpool: BaseModelPool,
+    fits: Callable[[int], bool],
+    new_file: Callable[[str], Path],
+    progress: Callable[[Iterable[str], str], Iterable[str]] = lambda items, _: items,
+) -> Experts:
+    """Every expert of the pool and its pretrained model, one whole model at a time.
+
+    Args:
+        modelpool: FusionBench's pool.
+        fits: whether all experts' tensors, so many bytes, may stay in memory.
+        new_file: where to store a task's expert that neither may nor has a checkpoint to be read from.
+        progress: wraps the tasks; called with them and a description.
+
+    Raises:
+        TypeError, ValueError: an expert that is none, or does not fit the others; see `check_experts`.
+    """
+    tasks = modelpool.model_names
+    if not tasks:
+        raise ValueError(NO_EXPERTS)
+    weights: dict[str, Weights] = {}
+    reference: tuple[str, nn.Module] | None = None
+    dtypes: set[torch.dtype] = set()
+    in_memory = True
+    for task in progress(tasks, "loading experts"):
+        expert = modelpool.load_model(task)
+        check_expert(task, expert, reference)
+        tensors = {name: tensor.detach() for name, tensor in tensors_of(expert).items()}
+        if reference is None:
+            reference = task, without_values(expert)
+            in_memory = modelpool.has_instance_models or fits(len(tasks) * size_of(tensors))
+        dtypes |= parameter_dtypes(expert)
+        # What the pool holds itself would not leave memory by being read from elsewhere.
+        stored = None if modelpool.has_instance_models else checkpoint_of(expert)
+        if stored is None and not in_memory:
+            stored = StoredWeights.write(new_file(task), tensors)
+        weights[task] = tensors if stored is None else stored
+        del expert, tensors
+    assert reference is not None
+    dtype = dtypes.pop() if len(dtypes) == 1 else None
+    if not modelpool.has_pretrained:
+        return Experts(weights, reference[1], has_pretrained=False, dtype=dtype, template_dtype=dtype)
+    pretrained = modelpool.load_model("_pretrained_")
+    check_expert("_pretrained_", pretrained, reference)
+    dtypes = parameter_dtypes(pretrained)
+    template_dtype = dtypes.pop() if len(dtypes) == 1 else None
+    template = without_values(pretrained)
+    return Experts(weights, template, has_pretrained=True, dtype=dtype, template_dtype=template_dtype)
+
+
+def without_values(network: nn.Module) -> nn.Module:
+    """Its structure, on torch's meta device."""
+    return hollow(network, lambda tensor: torch.empty_like(tensor, device="meta"))
+
+
+def parameter_dtypes(network: nn.Module) -> set[torch.dtype]:
+    """The floating-point dtypes of its parameters."""
+    return {parameter.dtype for parameter in network.parameters() if parameter.is_floating_point()}

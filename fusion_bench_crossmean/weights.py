@@ -1,0 +1,135 @@
+"""The tensors of an expert by name, in memory or on disk, and modules without tensors of their own.
+
+Nothing here computes; `networks` decides what is read when, and is the only code that writes a weight.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
+
+#: The tensors of one expert by name; a look-up may read from disk.
+Weights = Mapping[str, Tensor]
+
+
+def tensors_of(network: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, the tensors themselves; what is tied appears once."""
+    tensors: dict[str, Tensor] = dict(network.named_parameters())
+    seen = {id(tensor) for tensor in tensors.values()}
+    for prefix, module in network.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set and id(buffer) not in seen:
+                tensors[f"{prefix}.{key}".lstrip(".")] = buffer
+                seen.add(id(buffer))
+    return tensors
+
+
+class StoredWeights(Weights):
+    """Tensors in safetensors files, read when they are asked for; nothing of them is kept.
+
+    Args:
+        places: name -> file and the tensor's name there.
+    """
+
+    def __init__(self, places: Mapping[str, tuple[Path, str]]) -> None:
+        self._places = places
+
+    @classmethod
+    def write(cls, path: Path, tensors: Weights) -> StoredWeights:
+        """Stores `tensors` at `path`."""
+        save_file({name: on_its_own(tensor.detach()) for name, tensor in tensors.items()}, path)
+        return cls({name: (path, name) for name in tensors})
+
+    def __getitem__(self, name: str) -> Tensor:
+        path, key = self._places[name]
+        with safe_open(path, framework="pt") as file:
+            return file.get_tensor(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def checkpoint_of(network: nn.Module) -> StoredWeights | None:
+    """The safetensors checkpoint on disk that `network` was loaded from, if it holds just these values.
+
+    Which it was, transformers notes in `name_or_path`. That is a hint only: every tensor is compared.
+    """
+    name = getattr(network, "name_or_path", "")
+    if not name:
+        return None
+    found = [
+        path
+        for file in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
+        if (path := cached_file(name, file, local_files_only=True, _raise_exceptions_for_missing_entries=False))
+    ]
+    if not found:
+        return None
+    first = Path(found[0])
+    files = [first]
+    if first.suffix == ".json":
+        shards = json.loads(first.read_text(encoding="utf-8"))["weight_map"].values()
+        files = [first.with_name(shard) for shard in dict.fromkeys(shards)]
+    keys: dict[str, tuple[Path, str]] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            keys |= {key: (file, key) for key in opened.keys()}
+    # Some classes leave out, or add, the name of the part that they are.
+    tails = {key.partition(".")[2]: place for key, place in keys.items()} | keys
+    tensors = tensors_of(network)
+    places = {name: place for name in tensors if (place := tails.get(name) or tails.get(name.partition(".")[2]))}
+    if len(places) < len(tensors):
+        return None
+    stored = StoredWeights(places)
+    for name, tensor in tensors.items():
+        value = stored[name]
+        if value.dtype != tensor.dtype or not torch.equal(value, tensor.detach().cpu()):
+            return None
+    return stored
+
+
+def on_its_own(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where it is only a part of what it lies in."""
+    whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def hollow(network: nn.Module, fill: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy of `network` whose floating-point parameters and persistent buffers are made by `fill`.
+
+    Nothing large is copied. Parameters stay parameters and tied ones stay tied.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in tensors_of(network).values():
+        if tensor.is_floating_point():
+            made = fill(tensor.detach())
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
+    return copy.deepcopy(network, memo)
+
+
+def placeholder(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """One NaN in the shape of `tensor`: takes no memory, and no result that used it goes unnoticed."""
+    return torch.full((), float("nan"), dtype=dtype, device=device).expand(tensor.shape)
+
+
+def size_of(tensors: Weights) -> int:
+    """Bytes of all tensors."""
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether there is neither NaN nor infinity, which a sum shows; only a sum that overflows needs a second look."""
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
