@@ -11,7 +11,8 @@ from fusion_bench.modelpool import BaseModelPool
 from torch import nn
 
 from fusion_bench_crossmean.criterion import Criterion, advice, measure
-from fusion_bench_crossmean.method.calibrated import CalibratedAlgorithm, as_pool, indices_of
+from fusion_bench_crossmean.method.calibrated import CalibratedAlgorithm
+from fusion_bench_crossmean.method.material import as_pool, indices_of
 from fusion_bench_crossmean.plots import plot_alignment
 from fusion_bench_crossmean.report import mean, table, write_json
 

@@ -15,12 +15,8 @@ from torch import Tensor, nn
 
 from fusion_bench_crossmean.coverage import LayerGroup
 from fusion_bench_crossmean.linear_system import LinearSystem, Solution
-from fusion_bench_crossmean.method.calibrated import (
-    CalibratedAlgorithm,
-    Material,
-    as_pool,
-    indices_of,
-)
+from fusion_bench_crossmean.method.calibrated import CalibratedAlgorithm
+from fusion_bench_crossmean.method.material import Material, as_pool, indices_of
 from fusion_bench_crossmean.method.settings import check_choice, check_number
 from fusion_bench_crossmean.networks import Networks
 from fusion_bench_crossmean.report import mean, table, write_json

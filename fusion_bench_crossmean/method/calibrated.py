@@ -7,7 +7,6 @@ import itertools
 import logging
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,15 +15,15 @@ from fusion_bench import BaseAlgorithm, RuntimeConstants, auto_register_config
 from fusion_bench.mixins import LightningFabricMixin, SimpleProfilerMixin
 from fusion_bench.modelpool import BaseModelPool
 from lightning import Fabric
-from torch import nn
 from tqdm.auto import tqdm
 
-from fusion_bench_crossmean.calibration import Calibration, load_calibration, open_datasets, source_for
+from fusion_bench_crossmean.calibration import load_calibration, open_datasets, source_for
 from fusion_bench_crossmean.course import Course
 from fusion_bench_crossmean.coverage import Coverage, covered_layers
-from fusion_bench_crossmean.expert_loading import Experts, load_experts
+from fusion_bench_crossmean.expert_loading import load_experts
 from fusion_bench_crossmean.experts import NO_EXPERTS, activation_of
 from fusion_bench_crossmean.memory import Need, choose_schedule, memory_of
+from fusion_bench_crossmean.method.material import Material
 from fusion_bench_crossmean.method.settings import check_choice, check_integer, check_number
 from fusion_bench_crossmean.networks import Networks
 from fusion_bench_crossmean.paired_statistics import float32_products
@@ -38,26 +37,6 @@ log = logging.getLogger(__name__)
 FAST_DEV_SAMPLES = 8
 #: What FusionBench sends along with the settings.
 BOOKKEEPING = ("_usage_", "_version_", "_recursive_")
-
-
-@dataclass(frozen=True)
-class Material:
-    """What a run works on.
-
-    Args:
-        experts: the experts' tensors, and the template of the merged model.
-        layers: names of the covered layers.
-        calibration: the drawn inputs.
-    """
-
-    experts: Experts
-    layers: list[str]
-    calibration: Calibration
-
-    @property
-    def tasks(self) -> list[str]:
-        """The experts' names."""
-        return list(self.experts.weights)
 
 
 @auto_register_config
@@ -305,22 +284,3 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
 
     def _is_rank_zero(self) -> bool:
         return self._fabric_instance is None or self._fabric_instance.is_global_zero
-
-
-def as_pool(modelpool: BaseModelPool | Mapping[str, nn.Module]) -> BaseModelPool:
-    """A pool from a pool or a dict of modules.
-
-    Raises:
-        TypeError: it is neither.
-    """
-    if isinstance(modelpool, BaseModelPool):
-        return modelpool
-    if not isinstance(modelpool, Mapping):
-        kind = type(modelpool).__name__
-        raise TypeError(f"modelpool must be a FusionBench pool or a dict of task -> module, not a {kind}.")
-    return BaseModelPool(dict(modelpool))
-
-
-def indices_of(material: Material) -> dict[str, Any]:
-    """The longest part of a report, hence its last one."""
-    return {"calibration_indices": material.calibration.indices}
