@@ -114,7 +114,7 @@ class Walker:
                         forward = Forward(functools.partial(batch.run, module), stops, self._owner)
                         stack.callback(forward.cancel)
                         self._waiting[task, index, point] = Waiting(forward, batch, store)
-            for name in dict.fromkeys(stop.name for stop in self.course.stops):
+            for name in dict.fromkeys((*stops, *self.course.group_stops)):
                 for module in dict.fromkeys(m.get_submodule(name) for m in modules.values()):  # some share a layer
                     pause = Pause(name, self._owner)
                     stack.callback(module.register_forward_pre_hook(pause, with_kwargs=True).remove)
@@ -156,19 +156,21 @@ class Walker:
 
     def inputs_at(self, task: str, layer: str, stop: str) -> Iterator[Inputs]:
         """What `layer` receives, batch by batch, from forwards that wait at `stop`."""
+        points = self.networks.path_points
         for index, batch in enumerate(self.calibration[task]):
-            try:
+            waiting = {point: self._waiting[task, index, point] for point in points}
+            if stop == layer:
+                yield {point: batch.rows(input_of(*waiting[point].arguments)) for point in points}
+                continue
+            with contextlib.ExitStack() as stack:
+                for point in points:  # also while the inputs are used: a layer may receive its block's own input
+                    stack.enter_context(waiting[point].at_hand())
+                stack.callback(self._end_replays)
                 inputs = {}
-                for point in self.networks.path_points:
-                    waiting = self._waiting[task, index, point]
-                    if stop == layer:
-                        inputs[point] = batch.rows(input_of(*waiting.arguments))
-                    else:
-                        with self._timed(), waiting.at_hand():
-                            inputs[point] = batch.rows(input_of(*self._replay(waiting, task, point, stop, layer)))
+                for point in points:
+                    with self._timed():
+                        inputs[point] = batch.rows(input_of(*self._replay(waiting[point], task, point, stop, layer)))
                 yield inputs
-            finally:
-                self._end_replays()
 
     def _replay(self, waiting: Waiting, task: str, point: float, block: str, layer: str) -> Arguments:
         """Runs a block's beginning again, from the inputs that wait in front of it, up to `layer`."""
