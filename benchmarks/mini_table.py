@@ -9,6 +9,7 @@ pools of `modelpool=mini-clip_TA8 taskpool=mini-clip_TA8`; margins are paired wi
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import logging
 import statistics
@@ -27,11 +28,12 @@ from tqdm.auto import tqdm
 import fusion_bench_crossmean as ours
 from fusion_bench_crossmean.report import environment, written_whole
 
-METHODS = {
+METHODS: dict[str, Callable[..., Any]] = {
     "RegMean": ours.RegMeanAlgorithm,
     "Progressive RegMean": ours.ProgressiveRegMeanAlgorithm,
     "cross statistic alone": ours.CrossStatisticAlgorithm,
     "CrossMean": ours.CrossMeanAlgorithm,
+    "CrossMean, precision=mixed": functools.partial(ours.CrossMeanAlgorithm, precision="mixed"),
 }
 
 

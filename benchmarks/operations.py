@@ -1,17 +1,21 @@
 """Counts the floating-point operations of a run, and measures how many of them the machine does in a second.
 
 A multiplication and an addition count as two. What is counted is what reaches PyTorch's dispatcher in the calling
-thread; element-wise operations and calls into other libraries are not.
+thread, and scipy's Cholesky factorisations; element-wise operations are not.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest import mock
 
+import scipy.linalg
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -51,6 +55,25 @@ class OperationCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self._patches = contextlib.ExitStack()
+
+    def __enter__(self) -> OperationCounter:
+        for name, count in (("cho_factor", self._count_factor), ("cho_solve", self._count_solve)):
+            wrapped = functools.partial(count, getattr(scipy.linalg, name))
+            self._patches.enter_context(mock.patch.object(scipy.linalg, name, wrapped))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._patches.close()
+        super().__exit__(*error)
+
+    def _count_factor(self, factorise: Callable[..., Any], matrix: Any, *args: Any, **kwargs: Any) -> Any:
+        self.counts["Cholesky factors"][str(matrix.dtype)] += len(matrix) ** 3 / 3
+        return factorise(matrix, *args, **kwargs)
+
+    def _count_solve(self, solve: Callable[..., Any], factor: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.counts["Cholesky solves"][str(rhs.dtype)] += 2 * len(rhs) * rhs.size
+        return solve(factor, rhs, *args, **kwargs)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -30,15 +30,17 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from fusion_bench_crossmean import CrossMeanAlgorithm
-from fusion_bench_crossmean.coverage import LayerGroup
+from fusion_bench_crossmean.calibration import Batch
+from fusion_bench_crossmean.course import observe
+from fusion_bench_crossmean.coverage import Coverage, LayerGroup, covered_layers
 from fusion_bench_crossmean.linear_system import LinearSystem
 from fusion_bench_crossmean.report import environment, written_whole
 from fusion_bench_crossmean.workspace import Workspace
 
 PATH_POINTS = (0.0, 0.5, 1.0)
 
-#: Merges the experts of a pool whose networks have so many blocks.
-Merge = Callable[[RandomExpertPool, int], nn.Module]
+#: Merges the experts of a pool.
+Merge = Callable[[RandomExpertPool], nn.Module]
 
 
 def layer_inputs(network: nn.Module, images: Tensor, layer: str) -> Tensor:
@@ -53,19 +55,8 @@ def layer_inputs(network: nn.Module, images: Tensor, layer: str) -> Tensor:
     return inputs.flatten(0, -2)
 
 
-def layer_groups(layers: int, coverage: str) -> list[LayerGroup]:
-    """The linear layers of a CLIP vision tower in depth order, those that share an input together."""
-    groups = []
-    for block in (f"encoder.layers.{index}" for index in range(layers)):
-        if coverage == "full":
-            groups.append(LayerGroup(tuple(f"{block}.self_attn.{kind}_proj" for kind in "qkv")))
-            groups.append(LayerGroup((f"{block}.self_attn.out_proj",)))
-        groups += [LayerGroup((f"{block}.mlp.fc1",)), LayerGroup((f"{block}.mlp.fc2",))]
-    return groups
-
-
 @torch.no_grad()
-def merge_by_whole_forwards(pool: RandomExpertPool, layers: int, coverage: str, device: torch.device) -> nn.Module:
+def merge_by_whole_forwards(pool: RandomExpertPool, coverage: Coverage, device: torch.device) -> nn.Module:
     """CrossMean at its own settings, every forward pass run from end to end for every layer group."""
     experts = {task: load(pool, task, device) for task in pool.model_names}
     batches = {
@@ -90,7 +81,8 @@ def merge_by_whole_forwards(pool: RandomExpertPool, layers: int, coverage: str, 
             yield inputs[0], torch.stack(inputs).mean(0)
 
     workspace = Workspace()
-    for group in layer_groups(layers, coverage):
+    first_batch = Batch(args=(next(iter(batches.values()))[0],))
+    for group in observe(merged, first_batch, covered_layers(merged, coverage)).groups:
         system = LinearSystem(name=group.name, workspace=workspace)
         for task, expert in experts.items():
             weight = stacked_weight(group, expert)
@@ -140,13 +132,13 @@ def largest_difference(first: nn.Module, second: nn.Module) -> float:
     return max(differences)
 
 
-def timed(merge: Merge, pool: RandomExpertPool, layers: int, device: torch.device) -> tuple[float, nn.Module]:
+def timed(merge: Merge, pool: RandomExpertPool, device: torch.device) -> tuple[float, nn.Module]:
     """The seconds of one merge, and the merged model."""
     gc.collect()
     synchronise(device)
     start = time.perf_counter()
     with silence():
-        merged = merge(pool, layers)
+        merged = merge(pool)
     synchronise(device)
     return time.perf_counter() - start, merged
 
@@ -165,7 +157,7 @@ def main() -> None:
     silence_logs()
     fabric = fabric_for(arguments.device)
 
-    def by_paused_forwards(pool: RandomExpertPool, _: int) -> nn.Module:
+    def by_paused_forwards(pool: RandomExpertPool) -> nn.Module:
         algorithm = CrossMeanAlgorithm(
             coverage=arguments.coverage,
             num_calibration_samples=arguments.samples,
@@ -175,8 +167,8 @@ def main() -> None:
         algorithm._fabric_instance = fabric
         return algorithm.run(pool)
 
-    def by_whole_forwards(pool: RandomExpertPool, layers: int) -> nn.Module:
-        return merge_by_whole_forwards(pool, layers, arguments.coverage, fabric.device)
+    def by_whole_forwards(pool: RandomExpertPool) -> nn.Module:
+        return merge_by_whole_forwards(pool, arguments.coverage, fabric.device)
 
     ways: dict[str, Merge] = {"whole": by_whole_forwards, "paused": by_paused_forwards}
     seconds: dict[str, list[float]] = {way: [] for way in ways}
@@ -190,10 +182,10 @@ def main() -> None:
             warm_up.save()
         small, pool = warm_up.pools()[False], workload.pools()[False]
         for merge in ways.values():  # what is imported and initialised once in a process is not timed
-            timed(merge, small, warm_up.layers, fabric.device)
+            timed(merge, small, fabric.device)
         for _ in tqdm(range(arguments.repeats), desc="repeats"):
             for way, merge in ways.items():
-                taken, merged[way] = timed(merge, pool, workload.layers, fabric.device)
+                taken, merged[way] = timed(merge, pool, fabric.device)
                 seconds[way].append(taken)
 
     ratios = [whole / paused for whole, paused in zip(seconds["whole"], seconds["paused"], strict=True)]

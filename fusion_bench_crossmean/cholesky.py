@@ -1,4 +1,4 @@
-"""A Cholesky factorisation that works in the memory it is given where LAPACK can be called directly."""
+"""Cholesky factorisations: one that works in the memory it is given, and one that tells the rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 import scipy.linalg
 import torch
+from scipy.linalg.lapack import dpstrf  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
+
+from fusion_bench_crossmean.workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class CholeskyFactor:
 
 
 def factorise(matrix: Tensor) -> CholeskyFactor | None:
-    """Factorises a symmetric float64 matrix, shape (n, n), contiguous, which it may overwrite.
+    """Factorises a symmetric float32 or float64 matrix, shape (n, n), contiguous, which it may overwrite.
 
     On a CPU by scipy in place: torch copies the matrix and clears half of the result, which takes longer than the
     factorisation itself. Elsewhere by torch.
@@ -49,3 +52,35 @@ def factorise(matrix: Tensor) -> CholeskyFactor | None:
     if failed_at:
         return None
     return CholeskyFactor(lower.diagonal().square(), lambda transposed: torch.cholesky_solve(transposed.T, lower).T)
+
+
+def numerical_rank(gram: Tensor, bound: int, workspace: Workspace | None = None) -> int:
+    """Numerical rank of a Gram matrix, shape (n, n), that was summed in its own dtype.
+
+    What counts is how much of a feature the others leave unexplained: scaled to a unit diagonal, pivots below
+    ``n * eps`` are null. A factorisation without pivoting settles the usual case, that of full rank; only where it
+    meets such a pivot a pivoted one (LAPACK dpstrf, three times the price) counts them.
+
+    Args:
+        gram: left as it is.
+        bound: what the rank cannot exceed (rows summed, live features); returned at once where it is below n / 2.
+        workspace: where the scaled copy lies.
+
+    Example:
+        >>> numerical_rank(torch.tensor([[4.0, 2.0], [2.0, 1.0]]), bound=2)
+        1
+    """
+    width = len(gram)
+    if bound < width // 2:
+        return bound
+    scale = gram.diagonal().clamp_min(0).rsqrt().nan_to_num(posinf=0.0)  # a dead feature's row stays zero
+    scaled = (workspace or Workspace()).empty("scaled", tuple(gram.shape), gram.dtype, gram.device)
+    lowest = width * torch.finfo(gram.dtype).eps
+    if bound == width:
+        torch.mul(gram, scale, out=scaled).mul_(scale.unsqueeze(1))
+        factor = factorise(scaled)
+        if factor is not None and factor.pivots.min() > lowest:
+            return width
+    torch.mul(gram, scale, out=scaled).mul_(scale.unsqueeze(1))
+    _, _, rank, _ = dpstrf(scaled.double().cpu().numpy(), tol=lowest, lower=1, overwrite_a=1)
+    return min(int(rank), bound)

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fusion_bench_crossmean.cholesky import CholeskyFactor, factorise
+from fusion_bench_crossmean.cholesky import CholeskyFactor, factorise, numerical_rank
 from fusion_bench_crossmean.paired_statistics import (
     NUM_PROBES,
     PairedStatistics,
@@ -47,6 +47,8 @@ class Solution:
         ridge: what was added to the diagonal of the left-hand side (absolute).
         relative_ridge: the same in multiples of its mean diagonal; above the setting where the ladder was climbed.
         relative_residual: ``||(A + r I) X - B||_F / ||B||_F``, see the function of that name.
+        rank: numerical rank of ``sum_t A_t`` before reduction and ridge; below `features`, the data alone do not
+            determine the weight and the stabilisation does.
         relative_pivot: smallest squared pivot of the factorisation over the largest: at least one over the condition.
         features: the layer's input width.
         dead_features: input features that were zero on every row; their columns are the fallback's.
@@ -56,6 +58,7 @@ class Solution:
     ridge: float
     relative_ridge: float
     relative_residual: float
+    rank: int
     relative_pivot: float
     features: int
     dead_features: list[int]
@@ -171,6 +174,8 @@ class LinearSystem:
         # A dead feature's row and column are zero: any positive pivot decouples it, and its result is replaced.
         mean_diagonal = float(diagonal.mean()) or 1.0
         diagonal[dead] = mean_diagonal
+        live = len(dead) - int(dead.sum())
+        rank = numerical_rank(self.lhs, min(self.rows, live), self.workspace)
         factor, relative_ridge = self._factorise(self.lhs, diagonal, mean_diagonal)
         ridge = relative_ridge * mean_diagonal
         transposed = torch.empty_like(self.rhs.T, dtype=torch.float64, memory_format=torch.contiguous_format)
@@ -178,14 +183,14 @@ class LinearSystem:
         residual = relative_residual(self.lhs, self.ratio, diagonal + ridge, weight, self.rhs)
         if residual > DOUBTFUL_RESIDUAL:
             log.warning("Layer %r: the relative residual of its system is %.1e.", self.name, residual)
-        live = len(dead) - int(dead.sum())
         if self.rows < live:
             log.warning(
-                "Layer %r: %d calibration tokens for %d input features; the reduction and the ridge decide the rest. "
-                "More calibration inputs would help.",
+                "Layer %r: %d calibration tokens for %d input features (rank %d); the reduction and the ridge decide "
+                "the rest. More calibration inputs would help.",
                 self.name,
                 self.rows,
                 live,
+                rank,
             )
         weight[:, dead] = fallback.to(weight)[:, dead]
         return Solution(
@@ -193,6 +198,7 @@ class LinearSystem:
             ridge,
             relative_ridge,
             residual,
+            rank,
             float(factor.pivots.min() / factor.pivots.max()),
             features=len(dead),
             dead_features=dead.nonzero().flatten().tolist(),
@@ -228,10 +234,10 @@ class LinearSystem:
 def bytes_needed(features: int, outputs: int) -> int:
     """Memory that a layer's statistics and solution take at once, in bytes, with float32 sums.
 
-    Three (in, in) sums, and that of the left-hand side once more in float64, with the two copies that torch makes to
-    factorise it; four (in, out) matrices in float32, and two in float64.
+    Three (in, in) sums and a scaled copy, and the left-hand side once more in float64, with the two copies that torch
+    makes to factorise it; four (in, out) matrices in float32, and two in float64.
     """
-    return features * features * (3 * 4 + 3 * 8) + features * outputs * (4 * 4 + 2 * 8)
+    return features * features * (4 * 4 + 3 * 8) + features * outputs * (4 * 4 + 2 * 8)
 
 
 def relative_residual(lhs: Tensor, ratio: float, diagonal: Tensor, weight: Tensor, rhs: Tensor) -> float:

@@ -24,14 +24,17 @@ NUM_PROBES = 16
 def float32_products(precision: Literal["highest", "high", "medium"] = "highest") -> Iterator[None]:
     """Float32 products of this precision on every device inside the block, as before afterwards.
 
-    `highest` is full float32 (no TF32, no bfloat16), `medium` lets operands be rounded to bfloat16; sums are float32.
+    `highest` is full float32 (no TF32, no bfloat16), also in convolutions; `medium` lets operands be rounded to
+    bfloat16, while sums are float32.
     """
-    before = torch.get_float32_matmul_precision()
+    before, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.allow_tf32 = precision != "highest"
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+        torch.backends.cudnn.allow_tf32 = convolutions
 
 
 @dataclass
@@ -139,7 +142,7 @@ class Sums:
             self.factor = torch.cat([self.transposed, probes(width, self.gram)], 1)
             self.product = workspace.zeros("product", tuple(self.factor.shape), self.dtype, device)
         self.diagonal = torch.zeros(width, dtype=self.dtype, device=device)
-        self.right_energy = 0.0
+        self.right_energy = torch.zeros((), dtype=torch.float64, device=device)  # read once: that waits for a GPU
         self.rows = 0
 
     def add(self, left: Tensor, right: Tensor) -> None:
@@ -153,8 +156,7 @@ class Sums:
                 self.diagonal += (some_left * some_right).sum(0)
         elif self.bilinear is not None and not self.same:
             self.bilinear.addmm_(left.T, right)
-        exact = self.dtype == torch.float64
-        self.right_energy += float(right.square().sum()) if exact else float(right.norm()) ** 2
+        self.right_energy += right.norm().double().square()
         self.rows += left.shape[0]
 
     def finish(self) -> PairedStatistics:
@@ -166,7 +168,9 @@ class Sums:
         elif self.bilinear is not None:
             self.diagonal = self.bilinear.diagonal()
             product = None if self.transposed is None else self.bilinear @ self.transposed
-        return PairedStatistics(self.gram, self.bilinear, product, self.diagonal, sketch, self.right_energy, self.rows)
+        return PairedStatistics(
+            self.gram, self.bilinear, product, self.diagonal, sketch, float(self.right_energy), self.rows
+        )
 
 
 def add_gram(gram: Tensor, rows: Tensor) -> None:

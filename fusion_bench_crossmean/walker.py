@@ -86,8 +86,8 @@ class Walker:
         self.layers = layers
         self.choose = choose
         self.schedule = Schedule()
-        #: Seconds spent in forwards so far.
-        self.seconds = 0.0
+        #: Seconds spent in forwards so far: by the walk itself, and while a loop body read its inputs.
+        self.seconds, self.replay_seconds = 0.0, 0.0
         self._waiting: dict[tuple[str, int, float], Waiting] = {}
         self._replays: list[Forward] = []
         self._stack = contextlib.ExitStack()
@@ -146,13 +146,14 @@ class Walker:
 
     def _advance(self, start: str | None, stop: str) -> None:
         """Every forward runs on from one stop to another."""
+        began = time.perf_counter()
         used = self.course.used_between(start, stop)
         for task, batches in self.calibration.items():
             for point in self.networks.path_points:
-                with self._timed():
-                    self.networks.load(task, point, used)
-                    for index in range(len(batches)):
-                        self._waiting[task, index, point].advance(stop)
+                self.networks.load(task, point, used)
+                for index in range(len(batches)):
+                    self._waiting[task, index, point].advance(stop)
+        self.seconds += time.perf_counter() - began
 
     def inputs_at(self, task: str, layer: str, stop: str) -> Iterator[Inputs]:
         """What `layer` receives, batch by batch, from forwards that wait at `stop`."""
@@ -166,11 +167,10 @@ class Walker:
                 for point in points:  # also while the inputs are used: a layer may receive its block's own input
                     stack.enter_context(waiting[point].at_hand())
                 stack.callback(self._end_replays)
-                inputs = {}
-                for point in points:
-                    with self._timed():
-                        inputs[point] = batch.rows(input_of(*self._replay(waiting[point], task, point, stop, layer)))
-                yield inputs
+                began = time.perf_counter()
+                reached = {point: self._replay(waiting[point], task, point, stop, layer) for point in points}
+                self.replay_seconds += time.perf_counter() - began
+                yield {point: batch.rows(input_of(*arguments)) for point, arguments in reached.items()}
 
     def _replay(self, waiting: Waiting, task: str, point: float, block: str, layer: str) -> Arguments:
         """Runs a block's beginning again, from the inputs that wait in front of it, up to `layer`."""
@@ -186,14 +186,6 @@ class Walker:
     def _end_replays(self) -> None:
         while self._replays:
             self._replays.pop().cancel()
-
-    @contextlib.contextmanager
-    def _timed(self) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds += time.perf_counter() - start
 
 
 class Waiting:

@@ -63,9 +63,11 @@ def test_the_name_of_a_group_names_every_layer(names: tuple[str, ...], expected:
 
 def test_splitting_a_stacked_weight_is_the_inverse_of_stacking() -> None:
     network = nn.ModuleDict({"q": nn.Linear(4, 3), "k": nn.Linear(4, 5), "v": nn.Linear(4, 1)})
-    group = LayerGroup(("v", "q", "k"))
-    weight = group.weight_of(network)
+    tensors, group = dict(network.named_parameters()), LayerGroup(("v", "q", "k"))
+    assert group.weight_names == ("v.weight", "q.weight", "k.weight")
+    weight = group.weight_of(tensors)
     assert weight.shape == (9, 4)
-    parts = group.split(weight, network)
-    assert list(parts) == ["v", "q", "k"]
-    assert all(torch.equal(part, network[name].weight) for name, part in parts.items())
+    assert not weight.requires_grad
+    parts = group.split(weight, tensors)
+    assert list(parts) == ["v.weight", "q.weight", "k.weight"]
+    assert all(torch.equal(part, tensors[name]) for name, part in parts.items())

@@ -85,9 +85,11 @@ def test_swapped_cross_statistic_is_caught(
     right = oracles.whole_network(experts, inputs, groups, path_points=path_points)
     accumulate = linear_system.accumulate
 
-    def swapped(pairs: Any) -> linear_system.PairedStatistics:
-        statistics = accumulate(pairs)
+    def swapped(pairs: Any, weight: Tensor, *_: Any, **__: Any) -> linear_system.PairedStatistics:
+        statistics = accumulate(pairs, weight)  # without a number of batches C is formed
+        assert statistics.bilinear is not None
         statistics.bilinear = statistics.bilinear.T
+        statistics.product = statistics.bilinear @ weight.T
         return statistics
 
     monkeypatch.setattr(linear_system, "accumulate", swapped)

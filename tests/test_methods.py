@@ -23,7 +23,8 @@ from fusion_bench_crossmean import (
 
 N = 24
 METHODS = (CrossMeanAlgorithm, CrossStatisticAlgorithm, ProgressiveRegMeanAlgorithm, RegMeanAlgorithm)
-SHARED = {"coverage", "num_calibration_samples", "seed", "batch_size", "num_workers", "token_dropout", "report_path"}
+INPUT_SETTINGS = {"coverage", "num_calibration_samples", "seed", "batch_size", "num_workers", "token_dropout"}
+SHARED = INPUT_SETTINGS | {"precision", "schedule", "activation_store", "max_memory_gib", "report_path"}
 MERGING = SHARED | {"reduce_non_diagonal_ratio", "relative_ridge", "task_weighting", "task_weights", "dtype"}
 
 
@@ -86,6 +87,7 @@ def test_the_defaults_are_the_papers() -> None:
         "symmetric_weight": 0.0,
         "gram_shrinkage": 0.0,
         "token_dropout": 0.0,
+        "precision": "full",
     }
     settings = CrossMeanAlgorithm().settings()
     assert {key: settings[key] for key in expected} == expected
@@ -165,13 +167,13 @@ def test_mean_weighting_counts_tasks_and_not_tokens(method: type) -> None:
     doubled = inputs | {"letters": inputs["letters"].repeat(2, 1)}
 
     class Uneven(method):  # type: ignore[misc, valid-type]
-        def linear_system(self, group: Any) -> Any:
-            system = super().linear_system(group)
+        def linear_system(self, group: Any, workspace: Any) -> Any:
+            system = super().linear_system(group, workspace)
             add = system.add_task
 
-            def twice(pairs: Any, weight: Tensor, factor: float, task: str) -> Any:
-                pairs = list(pairs)
-                return add(pairs * (2 if task == "letters" else 1), weight, factor, task)
+            def twice(pairs: Any, weight: Tensor, factor: float, task: str, num_batches: int) -> Any:
+                times = 2 if task == "letters" else 1
+                return add(list(pairs) * times, weight, factor, task, num_batches=num_batches * times)
 
             system.add_task = twice
             return system

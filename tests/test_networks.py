@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import oracles
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from fusion_bench_crossmean import CrossMeanAlgorithm
 from fusion_bench_crossmean.coverage import LayerGroup
 from fusion_bench_crossmean.experts import activation_of, check_experts
-from fusion_bench_crossmean.networks import Networks, average_into, common_dtype, interpolate, ready_to_run
+from fusion_bench_crossmean.networks import Networks, average_into, ready_to_run
+from fusion_bench_crossmean.weights import tensors_of
 
 GROUP = LayerGroup(("mlp.0",))
 
@@ -25,11 +27,29 @@ def mlps(**settings: Any) -> dict[str, nn.Module]:
     return experts_of(lambda seed: PicoMLP(seed=seed, **settings))
 
 
+def networks_of(
+    experts: Mapping[str, nn.Module],
+    path_points: Sequence[float],
+    template: nn.Module | None = None,
+    dtype: torch.dtype = torch.float64,
+    forward_dtype: torch.dtype | None = None,
+) -> Networks:
+    tensors = {task: tensors_of(expert) for task, expert in experts.items()}
+    template = template or next(iter(experts.values()))
+    return Networks(tensors, path_points, template, dtype=dtype, forward_dtype=forward_dtype)
+
+
+def loaded(networks: Networks, task: str, point: float, names: Sequence[str] | None = None) -> dict[str, Tensor]:
+    """A copy of what the network of one task at one path point runs with."""
+    networks.load(task, point, names)
+    return {name: tensor.clone() for name, tensor in networks.network(task, point).state_dict().items()}
+
+
 @pytest.mark.parametrize("hidden_act", ["gelu", "quick_gelu"])
 def test_the_merged_network_starts_as_the_mean_of_the_experts(hidden_act: str) -> None:
     experts = pico_experts(hidden_act=hidden_act)
     template = pico_clip(hidden_act, seed=9)
-    networks = Networks(experts, (0.0,), template)
+    networks = networks_of(experts, (0.0,), template)
     assert state_error(networks.merged.state_dict(), oracles.average(experts)) < SAME
     assert networks.merged is not template
     assert state_error(template.state_dict(), pico_clip(hidden_act, seed=9).state_dict()) == 0
@@ -42,7 +62,7 @@ def test_the_mean_of_low_precision_experts_is_taken_in_float32() -> None:
             expert.mlp[0].weight.fill_(60000.0)  # their sum overflows float16
         experts["digits"].mlp[0].weight.fill_(59968.0)
     target = copy.deepcopy(experts["digits"])
-    average_into(target, list(experts.values()))
+    average_into(tensors_of(target), [tensors_of(expert) for expert in experts.values()])
     assert torch.equal(target.mlp[0].weight, torch.full((6, 6), 59989.0).half())
 
 
@@ -52,94 +72,170 @@ def test_equal_parameters_are_copied_bit_for_bit() -> None:
     for expert in experts.values():
         expert.mlp[0].weight.data.fill_(0.1)
     target = PicoMLP()
-    average_into(target, list(experts.values()))
+    average_into(tensors_of(target), [tensors_of(expert) for expert in experts.values()])
     assert (0.1 + 0.1 + 0.1) / 3 != 0.1
     assert torch.equal(target.mlp[0].weight, experts["digits"].mlp[0].weight)
 
 
 @pytest.mark.parametrize("point", [0.25, 0.5])
 def test_a_path_network_interpolates_every_parameter(point: float) -> None:
-    merged, expert = pico_clip(seed=1), pico_clip(seed=2)
-    path = interpolate(merged, expert, point)
-    assert state_error(path.state_dict(), oracles.mixed(merged.state_dict(), expert.state_dict(), point)) < SAME
-    assert state_error(merged.state_dict(), pico_clip(seed=1).state_dict()) == 0
+    experts = pico_experts()
+    networks = networks_of(experts, (0.0, point))
+    merged = copy.deepcopy(networks.merged.state_dict())
+    path = loaded(networks, "letters", point)
+    assert state_error(path, oracles.mixed(merged, experts["letters"].state_dict(), point)) < SAME
+    assert state_error(networks.merged.state_dict(), merged) == 0
+    assert state_error(experts["letters"].state_dict(), pico_experts()["letters"].state_dict()) == 0
 
 
-def test_a_network_is_found_by_task_and_path_point() -> None:
+def test_one_module_runs_for_every_task_and_path_point_with_the_tensors_loaded_for_it() -> None:
+    experts = pico_experts()
+    networks = networks_of(experts, (0.0, 0.25, 1.0))
+    merged = networks.merged.state_dict()
+    for task in [*experts, *reversed(experts)]:  # each after itself, and after every other
+        for point in (1.0, 0.25, 0.0, 0.25, 1.0):
+            assert networks.network(task, point) is networks.runner
+            state = experts[task].state_dict()
+            expected = {0.0: merged, 0.25: oracles.mixed(merged, state, 0.25), 1.0: state}[point]
+            error = state_error(loaded(networks, task, point), expected)
+            assert error < SAME if point == 0.25 else error == 0
+
+
+def test_expert_and_merged_parameters_run_as_they_are_stored_without_a_copy() -> None:
     experts = mlps()
-    networks = Networks(experts, (0.0, 0.25, 1.0), experts["digits"])
-    assert networks.network("letters", 0.0) is networks.network("digits", 0.0) is networks.merged
-    assert networks.network("letters", 1.0) is experts["letters"]
-    assert networks.network("letters", 0.25) is networks.paths["letters", 0.25]
-    assert len(networks.paths) == 3
+    networks = networks_of(experts, (0.0, 1.0))
+    for task, expert in experts.items():
+        for point, owner in ((1.0, expert), (0.0, networks.merged)):
+            networks.load(task, point)
+            for name, parameter in networks.runner.named_parameters():
+                assert parameter.data_ptr() == owner.get_parameter(name).data_ptr()
+
+
+def test_what_is_not_loaded_holds_nan() -> None:
+    networks = networks_of(mlps(), (0.0, 0.5, 1.0))
+
+    def missing() -> set[str]:
+        return {name for name, tensor in networks.runner.state_dict().items() if bool(tensor.isnan().any())}
+
+    everything = {name for name, _ in networks.runner.named_parameters()}
+    assert missing() == everything
+    for point in networks.path_points:
+        for names in (["mlp.0.weight", "mlp.0.bias"], ["mlp.1.weight"], None):
+            networks.load("letters", point, names)
+            assert missing() == (set() if names is None else everything - set(names))
+    networks.unload()
+    assert missing() == everything
+
+
+def test_a_forward_that_writes_into_a_buffer_reaches_neither_merged_network_nor_expert() -> None:
+    experts = mlps()
+    for value, expert in enumerate(experts.values()):
+        expert.register_buffer("average", torch.full((2,), float(value)))
+    networks = networks_of(experts, (0.0, 0.5, 1.0))
+    for point in networks.path_points:
+        networks.load("textures", point)
+        networks.runner.average.add_(1)
+    assert torch.equal(networks.merged.average, torch.ones(2))
+    assert [expert.average.tolist() for expert in experts.values()] == [[0, 0], [1, 1], [2, 2]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_written_weight_reaches_merged_and_path_networks_and_no_expert(dtype: torch.dtype) -> None:
     experts = {task: expert.to(dtype) for task, expert in mlps().items()}
     before = {task: copy.deepcopy(expert.state_dict()) for task, expert in experts.items()}
-    networks = Networks(experts, (0.0, 0.25, 1.0), experts["digits"])
+    networks = networks_of(experts, (0.0, 0.25, 1.0), dtype=dtype)
     others = {key: tensor.clone() for key, tensor in networks.merged.state_dict().items() if key != "mlp.0.weight"}
+    for point in networks.path_points:  # what was made before the weight was written must not be used again
+        networks.load("digits", point)
     weight = torch.randn(6, 6, dtype=torch.float64)
     networks.write(GROUP, weight)
     stored = networks.merged.mlp[0].weight
     assert torch.equal(stored, weight.to(dtype))
     for task, expert in experts.items():
-        path = networks.paths[task, 0.25].mlp[0].weight
         # from the stored weight, not from the float64 solution
-        assert torch.equal(path, torch.lerp(stored, expert.mlp[0].weight, 0.25))
+        path = torch.lerp(stored, expert.mlp[0].weight, 0.25)
+        expected = {0.0: stored, 0.25: path, 1.0: before[task]["mlp.0.weight"]}
+        for point, tensor in expected.items():
+            assert torch.equal(loaded(networks, task, point)["mlp.0.weight"], tensor)
         assert all(torch.equal(tensor, before[task][key]) for key, tensor in expert.state_dict().items())
     assert all(torch.equal(networks.merged.state_dict()[key], tensor) for key, tensor in others.items())
 
 
 def test_a_stacked_weight_is_written_to_every_layer_of_its_group() -> None:
     experts = pico_experts()
-    networks = Networks(experts, (0.0, 0.5, 1.0), experts["digits"])
+    networks = networks_of(experts, (0.0, 0.5, 1.0))
     names = tuple(oracles.clip_groups(networks.merged, "full")[0])
     group, weight = LayerGroup(names), torch.randn(48, 16)
     networks.write(group, weight)
-    assert torch.equal(group.weight_of(networks.merged), weight)
+    assert torch.equal(networks.merged_weight(group), weight)
     assert torch.equal(networks.merged.get_submodule(names[1]).weight, weight[16:32])
+    expert = [experts["letters"].get_submodule(name).weight for name in names]
+    assert torch.equal(networks.expert_weight("letters", group), torch.cat(expert))
 
 
 def test_a_written_weight_that_overflows_is_an_error_that_names_layer_and_size() -> None:
     experts = {task: expert.half() for task, expert in mlps().items()}
-    networks = Networks(experts, (0.0,), experts["digits"])
+    networks = networks_of(experts, (0.0,), dtype=torch.float16)
     with pytest.raises(ArithmeticError, match=r"layer 'mlp\.0' overflows torch\.float16 \(largest entry 1e\+05\)"):
         networks.write(GROUP, torch.full((6, 6), 1e5))
 
 
 def test_a_result_that_overflows_its_dtype_is_an_error_that_names_the_tensors() -> None:
-    experts = mlps()
-    networks = Networks(experts, (0.0,), experts["digits"])
+    networks = networks_of(mlps(), (0.0,))
     networks.write(GROUP, torch.full((6, 6), 1e5))
     with pytest.raises(ArithmeticError, match=r"overflows torch\.float16 in 'mlp\.0\.weight'\. Use dtype=float32"):
         networks.finish(torch.float16)
 
 
-def test_networks_of_another_dtype_are_copies() -> None:
+@pytest.mark.parametrize("forward_dtype", [None, torch.bfloat16])
+def test_experts_of_another_dtype_run_as_rounded_copies(forward_dtype: torch.dtype | None) -> None:
     experts = mlps()
     experts["letters"].float()
-    networks = Networks(experts, (0.0, 1.0), experts["digits"])
-    assert networks.dtype == torch.float32
-    assert networks.experts["letters"] is experts["letters"]
-    assert networks.experts["digits"] is not experts["digits"]
-    assert common_dtype([experts["digits"]]) == torch.float64
-    assert common_dtype(networks.experts.values()) == torch.float32
-    assert common_dtype(experts.values()) is None
+    before = copy.deepcopy(experts)
+    networks = networks_of(experts, (0.0, 0.5, 1.0), dtype=torch.float32, forward_dtype=forward_dtype)
+    assert {p.dtype for p in networks.merged.parameters()} == {torch.float32}
+    runs_in = forward_dtype or torch.float32
+    for task, expert in experts.items():
+        assert networks.expert_weight(task, GROUP).dtype == torch.float32
+        state, merged = expert.state_dict(), networks.merged.state_dict()
+        path = {name: torch.lerp(merged[name], tensor.float(), 0.5) for name, tensor in state.items()}
+        for point, expected in ((0.0, merged), (0.5, path), (1.0, state)):
+            ours = loaded(networks, task, point)
+            assert all(torch.equal(ours[name], tensor.to(runs_in)) for name, tensor in expected.items())
+            assert {tensor.dtype for tensor in ours.values()} == {runs_in}
+    for task, expert in experts.items():
+        assert {p.dtype for p in expert.parameters()} == {torch.float32 if task == "letters" else torch.float64}
+        assert state_error(expert.state_dict(), before[task].state_dict()) == 0
 
 
-def test_networks_run_in_eval_mode_and_return_to_the_modes_they_had() -> None:
+def test_networks_run_in_eval_mode_while_experts_keep_the_modes_they_had() -> None:
     experts = mlps()
     experts["digits"].mlp[1].eval()
-    networks = Networks(experts, (0.0, 0.5, 1.0), experts["digits"])
+    networks = networks_of(experts, (0.0, 0.5, 1.0))
     modes = {task: [module.training for module in expert.modules()] for task, expert in experts.items()}
-    everything = [networks.merged, *experts.values(), *networks.paths.values()]
+
+    def unchanged() -> bool:
+        return modes == {task: [module.training for module in expert.modules()] for task, expert in experts.items()}
+
     with contextlib.suppress(ZeroDivisionError), networks:
-        assert not any(module.training for network in everything for module in network.modules())
+        for network in (networks.merged, networks.runner):
+            assert not any(module.training for module in network.modules())
+        assert unchanged()
         _ = 1 / 0
-    assert modes == {task: [module.training for module in expert.modules()] for task, expert in experts.items()}
+    assert unchanged()
     assert modes["digits"] != modes["letters"]
+
+
+def test_eval_mode_ends_with_the_block_and_every_module_returns_to_its_own() -> None:
+    network = PicoMLP()
+    network.mlp[1].eval()
+    modes = [module.training for module in network.modules()]
+    with contextlib.suppress(ZeroDivisionError), ready_to_run(network):
+        assert not any(module.training for module in network.modules())
+        _ = 1 / 0
+    assert modes == [module.training for module in network.modules()]
+    assert True in modes
+    assert False in modes
 
 
 def test_recording_is_off_inside_and_as_before_outside() -> None:
@@ -152,14 +248,13 @@ def test_recording_is_off_inside_and_as_before_outside() -> None:
     assert network.config.output_hidden_states is True
 
 
-def test_merged_parameters_need_no_gradient_while_networks_run_and_are_as_trainable_as_the_template_afterwards() -> (
-    None
-):
-    experts = mlps()
+def test_parameters_need_no_gradient_while_networks_run_and_are_as_trainable_as_the_template_afterwards() -> None:
     template = PicoMLP(seed=9)
     template.mlp[0].weight.requires_grad_(False)
-    networks = Networks(experts, (0.0, 0.5, 1.0), template)
-    assert not any(p.requires_grad for p in networks.merged.parameters())
+    networks = networks_of(mlps(), (0.0, 0.5, 1.0), template)
+    networks.load("digits", 0.5)
+    for network in (networks.merged, networks.runner):
+        assert not any(p.requires_grad for p in network.parameters())
     merged = networks.finish(torch.float64)
     assert [n for n, p in merged.named_parameters() if not p.requires_grad] == ["mlp.0.weight"]
 

@@ -209,16 +209,19 @@ def test_every_forward_waits_while_the_loop_body_runs_and_goes_on_with_what_it_w
                 x = getattr(module, name)(x).tanh()
 
 
-def test_each_network_runs_once_per_batch_and_once_for_the_probe() -> None:
-    calls = []
+def test_each_network_runs_once_per_batch_and_once_for_the_probe_and_not_beyond_the_last_layer() -> None:
+    begun, ended = [], []
 
     def script(net: Scripted, x: Tensor) -> Tensor:
-        calls.append(1)
-        return chain(net, x)
+        begun.append(1)
+        x = chain(net, x)
+        ended.append(1)
+        return x
 
     with walker_on(Scripted(script), count=5) as walker:
-        list(walker)
-    assert len(calls) == 6
+        assert [group.name for group, _ in walker] == ["a", "b", "c"]
+    assert len(begun) == 6
+    assert len(ended) == 1
 
 
 # Modes of the thread
@@ -256,9 +259,9 @@ def modes_seen(context: Callable[[], Any], outer: Callable[[], Any] = contextlib
         with context():
             x = net.b(plain(x)).tanh()
             seen["inside"].append(modes())
-        x = net.c(plain(x))
-        seen["after"].append(modes())
-        return x
+        x = plain(x)
+        seen["after"].append(modes())  # before c: a walk ends in front of its last layer
+        return net.c(x)
 
     module = Scripted(script)
     with outer():
@@ -469,11 +472,11 @@ def test_a_program_that_runs_in_greenlets_can_merge_in_one_of_them() -> None:
     main, turns = greenlet.getcurrent(), []
 
     class Polite(CrossMeanAlgorithm):
-        def linear_system(self, group: Any) -> Any:
+        def linear_system(self, group: Any, workspace: Any) -> Any:
             turns.append((id(self), group.name))
             with torch.enable_grad():  # modes belong to the thread: whoever switches inside ours puts them right
                 main.switch()
-            return super().linear_system(group)
+            return super().linear_system(group, workspace)
 
     workers = [greenlet.greenlet(Polite(num_calibration_samples=24).run) for _ in range(2)]
     for worker in workers:
@@ -544,6 +547,46 @@ def test_a_thread_that_keeps_calling_the_experts_neither_disturbs_a_merge_nor_is
         assert all(torch.equal(merged[key], expected[key]) for key in expected)
 
 
+def test_a_thread_that_keeps_calling_a_module_neither_disturbs_a_walk_over_it_nor_is_disturbed() -> None:
+    """From before the probe to after the last hook is removed; the hooks come and go while the thread calls."""
+    module, x = PicoMLP(depth=6).eval(), vectors()["digits"]
+    layers = [f"mlp.{i}" for i in range(6)]
+
+    def walk() -> list[Tensor]:
+        with Walker(Source(module), {"digits": [Batch(args=(rows,)) for rows in x.split(6)]}, layers) as walker:
+            return [torch.cat([batch[1.0] for batch in inputs["digits"]]) for _, inputs in walker]
+
+    with torch.no_grad():
+        output, expected = module(x), walk()
+        done, calls, errors = threading.Event(), [], []
+
+        def work() -> None:
+            try:
+                with torch.no_grad():
+                    while not done.is_set():
+                        calls.append(torch.equal(module(x), output))
+            except BaseException as error:  # noqa: BLE001  (a thread's errors are lost otherwise)
+                errors.append(error)
+
+        thread = threading.Thread(target=work)
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-4)
+        thread.start()
+        try:
+            walks = [walk() for _ in range(5)]
+        finally:
+            sys.setswitchinterval(interval)
+            done.set()
+            thread.join(timeout=60)
+    assert not errors
+    assert len(calls) > 10
+    assert all(calls)
+    assert not list(hooks_of(module))
+    assert len(expected) == 6
+    for inputs in walks:
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(inputs, expected, strict=True))
+
+
 def test_a_call_in_the_middle_of_a_registration_runs_straight_through() -> None:
     """Torch adds a hook first and marks it as one with keywords after that; a thread may call in between."""
     module, x = Scripted(chain), torch.ones(2, WIDTH)
@@ -572,17 +615,28 @@ def test_the_probe_ignores_calls_from_elsewhere() -> None:
 # Nothing left behind
 
 
+class SharedList(list):
+    """One list for a module and all its deep copies."""
+
+    def __deepcopy__(self, memo: Any) -> SharedList:
+        return self
+
+
 class Holding(PicoMLP):
-    """Every activation that is alive across a pause is watched by a weak reference."""
+    """Every activation that is alive across a pause is watched by a weak reference, also those of copies."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.watched: list[weakref.ref] = []
+        self.watched: list[weakref.ref] = SharedList()
+
+    def reached(self, index: int) -> None:
+        """Called in front of every layer."""
 
     def forward(self, x: Tensor) -> Tensor:
         activations = [x * 1]
         self.watched.append(weakref.ref(activations[0]))
-        for layer in self.mlp:
+        for index, layer in enumerate(self.mlp):
+            self.reached(index)
             new = activations[-1] + layer(activations[-1]).tanh()
             self.watched.append(weakref.ref(new))
             activations.append(new)
@@ -694,38 +748,41 @@ def test_inputs_of_a_solved_group_are_freed_while_the_forwards_go_on() -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, SystemExit])
 @pytest.mark.parametrize("where", ["forward", "solve"])
-def test_a_merge_that_fails_midway_frees_its_activations_and_hooks(
-    where: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    experts = experts_of(lambda seed: Holding(seed=seed))
-    method = CrossMeanAlgorithm(num_calibration_samples=24)
+def test_a_merge_that_fails_midway_frees_its_activations_and_hooks(where: str, error: type[BaseException]) -> None:
+    calls, made = [], []
+
+    class Broken(Holding):
+        def reached(self, index: int) -> None:
+            if index == 1 and where == "forward":
+                calls.append(1)
+                if len(calls) == 8:  # the probe, three networks of each of two tasks, the first of the third
+                    raise error
 
     class Failing(CrossMeanAlgorithm):
-        def linear_system(self, group: Any) -> Any:
+        def networks(self, *args: Any) -> Any:
+            made.append(super().networks(*args))
+            return made[0]
+
+        def linear_system(self, group: Any, workspace: Any) -> Any:
+            assert made[0].runner.alive >= 9  # three networks of each of three tasks wait
             if group.name == "mlp.1":
+                assert where == "solve"
                 raise error
-            return super().linear_system(group)
+            return super().linear_system(group, workspace)
 
-    def fail(*_: Any) -> None:
-        raise error
-
-    hook = None
-    if where == "solve":
-        method = Failing(num_calibration_samples=24)
-    else:
-        hook = experts["textures"].mlp[1].register_forward_hook(fail)
+    experts = experts_of(lambda seed: Broken(seed=seed))
     with without_gc():
         try:
-            method.run(experts, vectors())
+            Failing(num_calibration_samples=24).run(experts, vectors())
             pytest.fail("the merge should have failed")
         except error:
             pass
-        if hook is not None:
-            hook.remove()
-        for expert in experts.values():
-            assert expert.watched
-            assert expert.alive == 0
-            assert not list(hooks_of(expert))
+        assert len(calls) == (8 if where == "forward" else 0)
+        (networks,) = made
+        assert networks.runner.watched
+        for network in (networks.runner, networks.merged, *experts.values()):
+            assert network.alive == 0
+            assert not list(hooks_of(network))
 
 
 def test_a_forward_that_swallows_what_ends_it_is_ended_at_its_next_pause() -> None:
@@ -741,8 +798,12 @@ def test_a_forward_that_swallows_what_ends_it_is_ended_at_its_next_pause() -> No
     module = Scripted(script)
     with walker_on(module) as walker:
         next(iter(walker))
+        forwards = [waiting.forward for waiting in walker._waiting.values()]
+        assert len(forwards) == 2
+        assert not any(forward.dead for forward in forwards)
     assert ended == ["caught"] * 2
-    assert not walker._forwards
+    assert all(forward.dead for forward in forwards)
+    assert not walker._waiting
     assert not list(hooks_of(module))
 
 
@@ -797,9 +858,8 @@ def configs_of(network: nn.Module) -> list[Any]:
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
 @pytest.mark.parametrize("fails", [False, True], ids=["merged", "failed"])
-def test_recording_of_hidden_states_is_off_during_a_merge_and_restored(
-    wrapped: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recording_of_hidden_states_is_off_in_what_runs_during_a_merge_and_restored(wrapped: bool, fails: bool) -> None:
+    """The experts do not run: theirs stays as it is."""
     wrap = Wrapped if wrapped else lambda network: network
     inputs = pico_calibration()
     method = CrossMeanAlgorithm(num_calibration_samples=24, batch_size=8)
@@ -809,14 +869,19 @@ def test_recording_of_hidden_states_is_off_during_a_merge_and_restored(
     for expert in recording.values():
         for config in configs_of(expert):
             config.output_hidden_states = True
-    seen = []
+    made, seen = [], []
 
     class Watched(CrossMeanAlgorithm):
-        def linear_system(self, group: Any) -> Any:
-            seen.extend(config.output_hidden_states for e in recording.values() for config in configs_of(e))
+        def networks(self, *args: Any) -> Any:
+            made.append(super().networks(*args))
+            return made[0]
+
+        def linear_system(self, group: Any, workspace: Any) -> Any:
+            seen.extend(config.output_hidden_states for config in configs_of(made[0].runner))
+            assert all(config.output_hidden_states for e in recording.values() for config in configs_of(e))
             if fails:
                 raise SingularSystemError("on purpose")
-            return super().linear_system(group)
+            return super().linear_system(group, workspace)
 
     method = Watched(num_calibration_samples=24, batch_size=8)
     with pytest.raises(SingularSystemError) if fails else contextlib.nullcontext():
@@ -825,7 +890,8 @@ def test_recording_of_hidden_states_is_off_during_a_merge_and_restored(
         assert all(config.output_hidden_states for config in configs_of(merged))
     assert seen
     assert not any(seen)
-    assert all(config.output_hidden_states for expert in recording.values() for config in configs_of(expert))
+    for network in (made[0].merged, *recording.values()):
+        assert all(config.output_hidden_states for config in configs_of(network))
 
 
 def test_blocks_get_the_keyword_only_arguments_that_the_model_gives_them() -> None:
@@ -857,6 +923,6 @@ def test_blocks_get_the_keyword_only_arguments_that_the_model_gives_them() -> No
 def test_a_layer_called_with_keywords_is_paused_too() -> None:
     seen = []
     with walker_on(Scripted(lambda net, x: net.b(net.a(input=x))), "ab", 1) as walker:
-        seen = [(group.name, inputs["digits"][0][1.0].clone()) for group, inputs in walker]
+        seen = [(group.name, *(batch[1.0].clone() for batch in inputs["digits"])) for group, inputs in walker]
     assert [name for name, _ in seen] == ["a", "b"]
     assert torch.equal(seen[0][1], torch.ones(2, WIDTH))

@@ -55,7 +55,8 @@ class AlignmentCriterionAnalyzer(CalibratedAlgorithm):
             networks = self.networks(material, (0.0, 1.0))
             with self.walking(material, networks) as walker, self.profile("statistics"):
                 criterion = measure(self.walked(walker))
-            self.report = as_record(criterion) | self.common_report(material, walker) | indices_of(material)
+            common = self.common_report(material, walker, walker.seconds + walker.replay_seconds)
+            self.report = as_record(criterion) | common | indices_of(material)
         if self._is_rank_zero():
             self._announce(criterion)
         return networks.finish(networks.dtype) if self.return_averaged_model else None

@@ -135,7 +135,8 @@ class LayerwiseMerge(CalibratedAlgorithm):
         return layers
 
     def _report(self, material: Material, walker: Walker, layers: list[dict[str, Any]]) -> None:
-        self.report = self.common_report(material, walker) | {"layers": layers} | indices_of(material)
+        common = self.common_report(material, walker, walker.replay_seconds)
+        self.report = common | {"layers": layers} | indices_of(material)
         if self._is_rank_zero():
             seconds = self.report["seconds"]
             log.info("%s merged %d experts:\n%s", type(self).__name__, len(material.tasks), summary(layers))
@@ -166,6 +167,7 @@ def layer_record(group: LayerGroup, records: Mapping[str, TaskRecord], solution:
         "name": group.name,
         "tokens": sum(record.rows for record in records.values()),
         "features": solution.features,
+        "rank": solution.rank,
         "relative_pivot": solution.relative_pivot,
         "dead_features": solution.dead_features,
         "ridge": solution.ridge,
@@ -178,12 +180,12 @@ def layer_record(group: LayerGroup, records: Mapping[str, TaskRecord], solution:
 
 def summary(layers: list[dict[str, Any]]) -> str:
     """A short table of the solved layers."""
-    header = ["layer", "features", "tokens", "dead", "ridge", "residual", "alignment", "drift"]
+    header = ["layer", "features", "rank", "dead", "ridge", "residual", "alignment", "drift"]
     rows = [
         [
             layer["name"],
             layer["features"],
-            layer["tokens"],
+            layer["rank"],
             len(layer["dead_features"]),
             f"{layer['relative_ridge']:.0e}",
             f"{layer['relative_residual']:.0e}",

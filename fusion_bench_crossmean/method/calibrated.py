@@ -243,8 +243,16 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
                 yield step
                 bar.update()
 
-    def common_report(self, material: Material, walker: Walker) -> dict[str, Any]:
-        """The part of a report that every algorithm shares."""
+    def common_report(self, material: Material, walker: Walker, forwards_within: float) -> dict[str, Any]:
+        """The part of a report that every algorithm shares.
+
+        Args:
+            material: what was worked on.
+            walker: that has ended.
+            forwards_within: seconds of its forwards that lie within those profiled as `statistics`.
+        """
+        seconds: dict[str, float] = {stage: sum(times) for stage, times in self.profiler.recorded_durations.items()}
+        seconds["statistics"] -= forwards_within
         return {
             "method": type(self).__name__,
             "settings": self.settings(),
@@ -253,8 +261,7 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
             "activation": activation_of(material.experts.template),
             "num_covered_layers": len(material.layers),
             "num_inputs_used": {task: len(drawn) for task, drawn in material.calibration.indices.items()},
-            "seconds": {stage: sum(times) for stage, times in self.profiler.recorded_durations.items()}
-            | {"forwards": walker.seconds},
+            "seconds": seconds | {"forwards": walker.seconds + walker.replay_seconds},
             "schedule": {"kind": walker.schedule.kind, "activation_store": walker.schedule.store},
             "peak_memory": peak_memory(),
         }

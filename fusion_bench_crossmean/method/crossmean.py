@@ -55,13 +55,14 @@ class CrossMeanAlgorithm(LayerwiseMerge):
         if self.path_points == [0.0]:
             return inputs[0], inputs[0]
         accurate = torch.promote_types(inputs[0].dtype, torch.float32)
-        first, *others = (inputs[point].to(accurate) for point in self.path_points)
+        upcast = {point: x.to(accurate) for point, x in inputs.items()}
+        first, *others = (upcast[point] for point in self.path_points)
         if not others:
-            return inputs[0], first
+            return upcast[0], first
         mean = first + others[0]  # the one large new tensor
         for x in others[1:]:
             mean += x
-        return inputs[0], mean.div_(len(self.path_points))
+        return upcast[0], mean.div_(len(self.path_points))
 
     def linear_system(self, group: LayerGroup, workspace: Workspace) -> LinearSystem:
         system = super().linear_system(group, workspace)
