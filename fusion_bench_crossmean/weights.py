@@ -82,22 +82,29 @@ def checkpoint_of(network: nn.Module) -> StoredWeights | None:
     if first.suffix == ".json":
         shards = json.loads(first.read_text(encoding="utf-8"))["weight_map"].values()
         files = [first.with_name(shard) for shard in dict.fromkeys(shards)]
-    keys: dict[str, tuple[Path, str]] = {}
+    # Some classes leave out, or add, the name of the part that they are; parts of one checkpoint may look alike.
+    by_name: dict[str, list[tuple[Path, str]]] = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
-            keys |= {key: (file, key) for key in opened.keys()}
-    # Some classes leave out, or add, the name of the part that they are.
-    tails = {key.partition(".")[2]: place for key, place in keys.items()} | keys
-    tensors = tensors_of(network)
-    places = {name: place for name in tensors if (place := tails.get(name) or tails.get(name.partition(".")[2]))}
-    if len(places) < len(tensors):
-        return None
-    stored = StoredWeights(places)
-    for name, tensor in tensors.items():
-        value = stored[name]
-        if value.dtype != tensor.dtype or not torch.equal(value, tensor.detach().cpu()):
+            for key in opened.keys():
+                by_name.setdefault(key, []).insert(0, (file, key))
+                by_name.setdefault(key.partition(".")[2], []).append((file, key))
+    places = {}
+    for name, tensor in tensors_of(network).items():
+        candidates = [*by_name.get(name, []), *by_name.get(name.partition(".")[2], [])]
+        place = next((place for place in candidates if is_stored_at(place, tensor)), None)
+        if place is None:
             return None
-    return stored
+        places[name] = place
+    return StoredWeights(places)
+
+
+def is_stored_at(place: tuple[Path, str], tensor: Tensor) -> bool:
+    """Whether a file holds just this tensor under a key."""
+    path, key = place
+    with safe_open(path, framework="pt") as file:
+        stored = file.get_tensor(key)
+    return stored.dtype == tensor.dtype and torch.equal(stored, tensor.detach().cpu())
 
 
 def on_its_own(tensor: Tensor) -> Tensor:

@@ -96,7 +96,8 @@ def test_alignment_does_not_depend_on_the_scale_of_the_inputs() -> None:
     assert reports[0]["rho"] == pytest.approx(1, abs=1e-12)
     assert reports[0]["rho"] == pytest.approx(reports[1]["rho"], abs=1e-12)
     assert reports[0]["prefix_drift"] > 0.1
-    assert reports[0]["prefix_drift"] == pytest.approx(reports[1]["prefix_drift"], rel=1e-9)
+    # One expert has the mean's scale and no drift: a difference of squares, whose root leaves 1e-8 of their rounding.
+    assert reports[0]["prefix_drift"] == pytest.approx(reports[1]["prefix_drift"], abs=1e-7)
 
 
 def test_the_batch_size_and_the_order_of_the_tasks_do_not_matter() -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tolerances import FAR, FLOAT32, LSTSQ, SAME, relative_error
 from torch import Tensor
 
+from fusion_bench_crossmean.cholesky import numerical_rank
 from fusion_bench_crossmean.linear_system import LinearSystem, SingularSystemError, Solution, relative_residual
 from fusion_bench_crossmean.paired_statistics import GRAM_BLOCK, accumulate, bilinear_is_cheaper, float32_products
 
@@ -289,16 +290,17 @@ def test_few_tokens_give_a_finite_weight_and_say_so(caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.WARNING):
         ours = system.solve(torch.zeros(5, 16))
     assert ours.weight.isfinite().all()
+    assert ours.rank == 3
     assert ours.features == 16
     assert ours.ridge == pytest.approx(1e-4 * float(left.square().sum()) / 16)
     assert ours.relative_residual < SAME
-    assert "'block.fc1': 3 calibration tokens for 16 input features; the reduction and the ridge" in caplog.text
+    assert "'block.fc1': 3 calibration tokens for 16 input features (rank 3)" in caplog.text
 
 
 def test_enough_tokens_give_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     lefts, rights, weights = problem(6)
     with caplog.at_level(logging.WARNING):
-        assert solved(lefts, rights, weights).dead_features == []
+        assert solved(lefts, rights, weights).rank == 8
     assert not caplog.text
 
 
@@ -336,6 +338,7 @@ def test_two_identical_features_with_stabilisation_share_their_weight(settings_:
     system = LinearSystem(**FREE | settings_)
     system.add_task([(left, left)], weight)
     ours = system.solve(weight)
+    assert ours.rank == 7
     assert relative_error(left @ ours.weight.T, left @ weight.T) < 0.1
     # The pivot of the second of two equal features is what the stabilisation gives it.
     low, high = (0.05, 1) if "reduce_non_diagonal_ratio" in settings_ else (1e-5, 1e-3)
@@ -395,7 +398,7 @@ def test_the_column_of_a_dead_feature_is_the_fallback(settings_: dict[str, float
     ours = solved(lefts, rights, weights, fallback=fallback, **settings_)
     assert ours.dead_features == [3]
     assert torch.equal(ours.weight[:, 3], fallback[:, 3])
-    assert ours.features == 8
+    assert (ours.rank, ours.features) == (7, 8)
     assert ours.relative_pivot > 1e-3  # a dead feature is no small pivot
     live = [0, 1, 2, 4, 5, 6, 7]
     if settings_:
@@ -413,9 +416,26 @@ def test_all_features_dead_gives_the_fallback() -> None:
     weight = torch.randn(5, 4)
     ours = solved([torch.zeros(9, 4)], [torch.zeros(9, 4)], [weight], fallback=weight)
     assert torch.equal(ours.weight, weight)
+    assert ours.rank == 0
     assert ours.relative_pivot == 1
     assert ours.dead_features == [0, 1, 2, 3]
     assert ours.relative_residual == 0
+
+
+@given(seeds, st.integers(1, 12), st.integers(1, 12))
+@examples
+def test_the_rank_is_that_of_the_inputs(seed: int, rank: int, width: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rank = min(rank, width)
+    left = torch.randn(40, rank, generator=generator, dtype=torch.float64)
+    left = (
+        torch.linalg.qr(left).Q
+        @ torch.linalg.qr(torch.randn(width, width, generator=generator, dtype=torch.float64)).Q[:rank]
+    )
+    gram = left.T @ left
+    assert numerical_rank(gram, bound=width) == rank
+    assert numerical_rank(gram.float(), bound=width) == rank
+    assert solved([left], [left], [torch.ones(1, width)]).rank == rank
 
 
 @given(seeds, widths, ratios, ridges)
@@ -518,7 +538,8 @@ def test_the_order_of_the_products_leaves_every_statistic_and_the_solution(
 
 def test_the_order_of_the_products_is_the_one_with_fewer_multiplications() -> None:
     """Counted by hand: ``(L' R) W'`` and ``L' (R W')``."""
-    for rows, width, outputs in [(10, 5, 1), (10, 5, 100), (10_000, 64, 256), (10_000, 256, 64), (60, 8, 4), (60, 8, 5)]:
+    shapes = [(10, 5, 1), (10, 5, 100), (10_000, 64, 256), (10_000, 256, 64), (60, 8, 4), (60, 8, 5)]
+    for rows, width, outputs in shapes:
         formed = rows * width * width + width * width * outputs
         chained = rows * width * outputs + rows * outputs * width
         assert bilinear_is_cheaper(rows, width, outputs) is (formed <= chained)

@@ -47,7 +47,7 @@ def test_the_report_states_settings_inputs_and_every_layer(coverage: str, tmp_pa
     assert all(sorted(drawn) == list(range(N)) for drawn in report["calibration_indices"].values())
     for layer in report["layers"]:
         assert layer["tokens"] == 3 * N * 5
-        assert layer["features"] == (32 if layer["name"].endswith("fc2") else 16)
+        assert layer["rank"] == layer["features"] == (32 if layer["name"].endswith("fc2") else 16)
         assert 0 < layer["relative_pivot"] <= 1
         assert layer["relative_ridge"] == 1e-4
         assert 0 < layer["ridge"]
@@ -67,7 +67,7 @@ def test_the_report_states_the_activation(hidden_act: str, tmp_path: Path) -> No
     assert report["activation"].startswith(f"{hidden_act}, ")
 
 
-def test_the_report_of_few_tokens_states_both_numbers_ridge_and_residual(
+def test_the_report_of_few_tokens_states_rank_ridge_and_residual(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """3 tokens, 16 features."""
@@ -75,7 +75,7 @@ def test_the_report_of_few_tokens_states_both_numbers_ridge_and_residual(
     (layer,) = merged(tmp_path / "report.json", experts, vectors(["digits"], width=16), num_calibration_samples=3)[
         "layers"
     ]
-    assert (layer["tokens"], layer["features"]) == (3, 16)
+    assert (layer["tokens"], layer["rank"], layer["features"]) == (3, 3, 16)
     assert layer["relative_ridge"] == 1e-4
     assert layer["relative_residual"] < 1e-10
     assert "Layer 'mlp.0': 3 calibration tokens for 16 input features" in caplog.text
@@ -90,7 +90,7 @@ def test_the_report_states_dead_features_and_their_columns_are_the_experts_mean(
     weight = method.run(experts, inputs).mlp[0].weight
     (layer,) = json.loads(path.read_text())["layers"]
     assert layer["dead_features"] == [4]
-    assert layer["features"] == 6
+    assert (layer["rank"], layer["features"]) == (5, 6)
     expected = torch.stack([expert.mlp[0].weight[:, 4] for expert in experts.values()]).mean(0)
     assert torch.allclose(weight[:, 4], expected, rtol=1e-14, atol=0)
 
@@ -102,7 +102,7 @@ def test_the_report_states_a_ridge_that_had_to_grow(tmp_path: Path) -> None:
     settings = {"reduce_non_diagonal_ratio": 1.0, "relative_ridge": 1e-18}
     (layer,) = merged(tmp_path / "report.json", experts, inputs, **settings)["layers"]
     assert layer["relative_ridge"] > 1e-17
-    assert layer["dead_features"] == []
+    assert layer["rank"] == 5
     assert 0 < layer["relative_pivot"] < 1e-12
 
 
@@ -208,4 +208,4 @@ def test_the_log_names_every_layer_once_and_the_summary_is_a_table(caplog: pytes
     with caplog.at_level("INFO"):
         CrossMeanAlgorithm(num_calibration_samples=N).run({"digits": pico_clip()}, pico_calibration(["digits"]))
     assert caplog.text.count("mlp.fc1") == 2
-    assert "features  tokens  dead" in caplog.text
+    assert "features  rank  dead" in caplog.text
