@@ -169,7 +169,7 @@ class LinearSystem:
         """
         if self.lhs is None or self.rhs is None:
             raise ValueError(f"Layer {self.name!r}: no task was added, there is nothing to solve.")
-        diagonal = self.lhs.diagonal().double()
+        diagonal = self.lhs.diagonal().to(torch.float64, copy=True)
         dead = diagonal == 0
         # A dead feature's row and column are zero: any positive pivot decouples it, and its result is replaced.
         mean_diagonal = float(diagonal.mean()) or 1.0
@@ -251,7 +251,7 @@ def relative_residual(lhs: Tensor, ratio: float, diagonal: Tensor, weight: Tenso
     error = norm = 0.0
     for start in range(0, len(lhs), PIECE):  # in pieces: a float64 copy of `lhs` would be the largest matrix around
         piece = slice(start, start + PIECE)
-        own = lhs[piece].double().mul_(ratio)
+        own = lhs[piece].to(torch.float64, copy=True).mul_(ratio)
         own.diagonal(start).copy_(diagonal[piece])
         target = rhs[piece].double() @ directions
         error += float((own @ x - target).square().sum())

@@ -122,7 +122,7 @@ def choose_schedule(
         if kind in ("auto", schedule.kind)
         and (store == schedule.store or (store == "auto" and not (on_host and schedule.store == "cpu")))
         and not (schedule.kind == "replay" and kind == "auto" and need.course.obstacle)
-    ]
+    ] or [Schedule("paused")]  # blocks that cannot be replayed have nothing to store
     fitting = [schedule for schedule in allowed if need.bytes_for(schedule) <= memory.free]
     if not fitting and is_budget:
         least = min(allowed, key=need.bytes_for)

@@ -22,6 +22,7 @@ from fusion_bench_crossmean.calibration import Batch
 from fusion_bench_crossmean.course import Course, observe
 from fusion_bench_crossmean.coverage import LayerGroup
 from fusion_bench_crossmean.forwards import Arguments, Forward, Pause, WalkError, input_of
+from fusion_bench_crossmean.workspace import return_free_memory
 
 #: What a layer group receives from one calibration batch: path point -> inputs of shape (tokens, in).
 Inputs = dict[float, Tensor]
@@ -153,6 +154,7 @@ class Walker:
                 self.networks.load(task, point, used)
                 for index in range(len(batches)):
                     self._waiting[task, index, point].advance(stop)
+                return_free_memory()
         self.seconds += time.perf_counter() - began
 
     def inputs_at(self, task: str, layer: str, stop: str) -> Iterator[Inputs]:

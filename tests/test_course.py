@@ -1,4 +1,4 @@
-"""What one observed forward tells: tensors by stretch, bytes held, blocks; and no stretch that lacks a tensor it uses."""
+"""What one observed forward tells: tensors by stretch, bytes held, blocks; no stretch lacks a tensor that it uses."""
 
 from __future__ import annotations
 

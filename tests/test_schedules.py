@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 import oracles
 import pytest
 import torch
-from pico import PicoMLP, PicoText, draw_weights, experts_of, hooks_of, pico_calibration, pico_clip, pico_experts
-from pico import vectors as pico_vectors
+from pico import draw_weights, experts_of, hooks_of, pico_calibration, pico_clip, pico_experts, vectors
 from test_networks import Nested
 from tolerances import SAME, relative_error, state_error
 from torch import Tensor, nn
@@ -30,7 +29,6 @@ from fusion_bench_crossmean import (
 from fusion_bench_crossmean.calibration import Batch
 from fusion_bench_crossmean.course import observe
 from fusion_bench_crossmean.coverage import covered_layers
-from fusion_bench_crossmean.forwards import WalkError
 
 N = 24
 WIDTH = 6
@@ -131,7 +129,10 @@ def test_the_criterion_is_the_same_under_both_schedules(coverage: Any, store: An
     experts, reports = pico_experts(), []
     for settings in ({"schedule": "paused"}, {"schedule": "replay", "activation_store": store}):
         analyzer = AlignmentCriterionAnalyzer(
-            num_calibration_samples=N, batch_size=7, coverage=coverage, **settings  # type: ignore[arg-type]
+            num_calibration_samples=N,
+            batch_size=7,
+            coverage=coverage,
+            **settings,  # type: ignore[arg-type]
         )
         analyzer.run(experts, pico_calibration())
         reports.append(analyzer.report)
@@ -142,191 +143,7 @@ def test_the_criterion_is_the_same_under_both_schedules(coverage: Any, store: An
         assert paused[key] == replayed[key]
 
 
-# Other models
-
-
-class Block(nn.Module):
-    """Takes two more tensors and returns a tuple."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
-
-    def forward(self, x: Tensor, scale: Tensor, *, shift: Tensor) -> tuple[Tensor, Tensor]:
-        return x + self.mlp(self.norm(x) * scale + shift), scale + 1
-
-
-class Scripted(nn.Module):
-    """Two blocks, a layer outside any, two parameters for the blocks, and a forward written by the test."""
-
-    def __init__(self, seed: int, script: Callable[[Any, Tensor], Any]) -> None:
-        super().__init__()
-        self.scale, self.shift = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.ones(WIDTH))
-        self.blocks = nn.ModuleList((Writing if script is writes_into_its_input else Block)() for _ in range(2))
-        self.mlp = nn.Linear(WIDTH, WIDTH)
-        self.to(torch.get_default_dtype()).load_state_dict(draw_weights(self, seed))
-        self.script = script
-
-    def forward(self, x: Tensor) -> Any:
-        return self.script(self, x)
-
-
-def further_arguments(net: Scripted, x: Tensor) -> Tensor:
-    scale, shift = 1 + x.square().mean(-1, keepdim=True), x.roll(1, -1) * net.shift
-    for block in net.blocks:
-        x, scale = block(x, scale, shift=shift)
-    return net.mlp(x)
-
-
-def views_as_arguments(net: Scripted, x: Tensor) -> Tensor:
-    """Both lie in one tensor."""
-    both = torch.cat([x * net.scale, x + net.shift], -1)
-    for block in net.blocks:
-        x, _ = block(x, both[..., :WIDTH], shift=both[..., WIDTH:])
-    return net.mlp(x)
-
-
-def the_input_as_argument(net: Scripted, x: Tensor) -> Tensor:
-    given = x
-    for block in net.blocks:
-        x, _ = block(x, given, shift=given)
-    return net.mlp(x)
-
-
-def gradients_off(net: Scripted, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        return further_arguments(net, x)
-
-
-def gradients_on(net: Scripted, x: Tensor) -> Tensor:
-    with torch.enable_grad():
-        return further_arguments(net, x)
-
-
-def bfloat16(net: Scripted, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        return further_arguments(net, x)
-
-
-def parameters_as_arguments(net: Scripted, x: Tensor) -> Tensor:
-    for block in net.blocks:
-        x, _ = block(x, net.scale, shift=net.shift)
-    return net.mlp(x)
-
-
-def parts_of_parameters_as_arguments(net: Scripted, x: Tensor) -> Tensor:
-    for block in net.blocks:
-        x, _ = block(x, net.scale[:], shift=net.shift.unsqueeze(0))
-    return net.mlp(x)
-
-
-def scripted(script: Callable[[Any, Tensor], Any], num_tasks: int = 2) -> dict[str, nn.Module]:
-    return experts_of(lambda seed: Scripted(seed, script), num_tasks)
-
-
-@pytest.mark.parametrize("coverage", ["mlp", "full"])
-@pytest.mark.parametrize(
-    "script", [further_arguments, views_as_arguments, the_input_as_argument, gradients_off, gradients_on]
-)
-def test_replay_gives_a_block_its_arguments_and_modes(script: Any, coverage: str) -> None:
-    experts = scripted(script)
-    inputs = pico_vectors(experts)
-    layers = [["blocks.0.mlp.0"], ["blocks.0.mlp.2"], ["blocks.1.mlp.0"], ["blocks.1.mlp.2"], ["mlp"]]
-    layers = layers[:4] if coverage == "mlp" else layers
-
-    def check() -> None:
-        ours = check_replay(experts, inputs, coverage=coverage, batch_size=7)
-        assert state_error(ours, oracles.whole_network(experts, inputs, layers, path_points=(0, 0.5, 1))) < SAME
-
-    assert exit_code(check) == 0
-
-
-@pytest.mark.float32
-def test_replay_runs_a_block_in_the_autocast_of_the_model() -> None:
-    ours = check_replay(scripted(bfloat16), pico_vectors(("digits", "letters")))
-    plain, _ = run(scripted(further_arguments), pico_vectors(("digits", "letters")))
-    assert state_error(ours, plain) > 1e-4
-
-
-@pytest.mark.parametrize("store", STORES)
-@pytest.mark.parametrize("script", [parameters_as_arguments, parts_of_parameters_as_arguments])
-def test_replay_gives_a_block_the_parameters_that_the_model_passes_on(script: Any, store: str) -> None:
-    experts = scripted(script)
-    assert exit_code(lambda: check_replay(experts, pico_vectors(experts), stores=(store,), batch_size=7)) == 0
-
-
-@pytest.mark.parametrize("store", STORES)
-def test_replay_leaves_layers_outside_any_block_where_they_are(store: str) -> None:
-    experts = experts_of(lambda seed: PicoMLP(seed=seed), 2)
-    inputs = pico_vectors(experts)
-    assert blocks_of(experts["digits"], inputs["digits"]) == [None] * 3
-    assert exit_code(lambda: check_replay(experts, inputs, stores=(store,))) == 0
-
-
-@pytest.mark.parametrize("store", STORES)
-def test_replay_does_without_padding(store: str) -> None:
-    """Nothing of this text encoder is a block, and its pooler receives an activation of its own."""
-    experts = experts_of(lambda seed: text_encoder(seed), 2)
-    inputs = {task: texts(index) for index, task in enumerate(experts)}
-    whole = {task: data | {"attention_mask": torch.ones(N, 5, dtype=torch.long)} for task, data in inputs.items()}
-
-    def check() -> None:
-        masked = check_replay(experts, inputs, stores=(store,), coverage="full", batch_size=7)
-        unmasked, _ = run(experts, whole, coverage="full")
-        assert state_error(masked, unmasked) > 1e-3
-
-    assert exit_code(check) == 0
-
-
-def text_encoder(seed: int) -> PicoText:
-    network = PicoText().to(torch.get_default_dtype())
-    network.load_state_dict(draw_weights(network, seed))
-    return network
-
-
-def texts(seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, 6, (N, 1), generator=generator)
-    return {
-        "input_ids": torch.randint(0, 20, (N, 5), generator=generator),
-        "attention_mask": (torch.arange(5) < lengths).long(),
-    }
-
-
-class MaskedBlocks(nn.Module):
-    """Blocks on tokens, which get the attention mask."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(20, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.to(torch.get_default_dtype()).load_state_dict(draw_weights(self, seed))
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        x, scale = self.embedding(input_ids), attention_mask.unsqueeze(-1).to(torch.get_default_dtype())
-        shift = (x * scale).sum(1, keepdim=True) / scale.sum(1, keepdim=True)
-        for block in self.blocks:
-            x, _ = block(x, scale, shift=shift)
-        return x
-
-
-def test_replay_leaves_padding_out_of_blocks() -> None:
-    experts = experts_of(MaskedBlocks, 2)
-    inputs = {task: texts(index) for index, task in enumerate(experts)}
-    check_replay(experts, inputs, batch_size=7, token_dropout=0.2)
-
-
-class Stacked(nn.Module):
-    """Blocks in `nn.Sequential`, one nested in another."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.net = nn.Sequential(Residual(), nn.Sequential(Residual(), nn.Tanh()), Residual())
-        self.to(torch.get_default_dtype()).load_state_dict(draw_weights(self, seed))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
+# Nothing left behind
 
 
 class Residual(nn.Module):
@@ -336,73 +153,6 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.second(self.first(x.tanh()).tanh())
-
-
-def test_replay_finds_blocks_in_a_sequential() -> None:
-    experts = experts_of(Stacked, 2)
-    blocks = blocks_of(experts["digits"], pico_vectors()["digits"], "full")
-    assert blocks == ["net.0"] * 2 + ["net.1.0"] * 2 + ["net.2"] * 2
-    check_replay(experts, pico_vectors(experts), coverage="full")
-
-
-# Blocks that cannot be replayed
-
-
-def writes_into_its_input(net: Scripted, x: Tensor) -> Tensor:
-    return further_arguments(net, x * 1)
-
-
-class Writing(Block):
-    """Changes its input once its layers have been reached."""
-
-    def forward(self, x: Tensor, scale: Tensor, *, shift: Tensor) -> tuple[Tensor, Tensor]:
-        new, scale = super().forward(x, scale, shift=shift)
-        return new + x.mul_(1.1), scale
-
-
-def called_twice(net: Scripted, x: Tensor) -> Tensor:
-    first, second = net.blocks
-    x, scale = first(x, x.square(), shift=x)
-    forward, second.forward = second.forward, lambda x: x * 2
-    x = second(x)
-    second.forward = forward
-    x, _ = second(x, scale, shift=x)
-    return net.mlp(x)
-
-
-def from_without(net: Scripted, x: Tensor) -> Tensor:
-    first, second = net.blocks
-    x, scale = first(x, x.square(), shift=x)
-    return net.mlp(second.mlp(x * scale))
-
-
-OBSTACLES = {
-    writes_into_its_input: r"'blocks\.0', 'blocks\.1' writes into its own input",
-    called_twice: r"'blocks\.1' is called more than once",
-    from_without: r"'blocks\.1\.mlp\.0', 'blocks\.1\.mlp\.2' is not reached from within its block",
-}
-
-
-@pytest.mark.parametrize("script", OBSTACLES)
-def test_blocks_that_cannot_be_replayed_are_refused_with_the_reason(script: Any) -> None:
-    experts = scripted(script)
-    with pytest.raises(WalkError, match=f"cannot be replayed: {OBSTACLES[script]}.*schedule=paused"):
-        run(experts, pico_vectors(experts), schedule="replay")
-    assert not [hook for expert in experts.values() for hook in hooks_of(expert)]
-
-
-@pytest.mark.parametrize("settings", [{}, {"max_memory_gib": 1000}, {"activation_store": "device"}], ids=str)
-@pytest.mark.parametrize("script", OBSTACLES)
-def test_blocks_that_cannot_be_replayed_are_paused_by_default(script: Any, settings: dict[str, Any]) -> None:
-    experts = scripted(script)
-    merged, report = run(experts, pico_vectors(experts), schedule="auto", **settings)
-    assert report["schedule"]["kind"] == "paused"
-    groups = [["blocks.0.mlp.0"], ["blocks.0.mlp.2"], ["blocks.1.mlp.0"], ["blocks.1.mlp.2"]]
-    theirs = oracles.whole_network(experts, pico_vectors(experts), groups, path_points=(0, 0.5, 1))
-    assert state_error(merged, theirs) < SAME
-
-
-# Nothing left behind
 
 
 class Holding(nn.Module):
@@ -485,7 +235,7 @@ def test_nothing_is_left_however_a_merge_ends(
     hooks = len(list(hooks_of(experts["digits"])))
     with without_gc():
         try:
-            method.run(experts, pico_vectors(experts))
+            method.run(experts, vectors(experts))
             assert ends == "success"
         except (ZeroDivisionError, KeyboardInterrupt):
             assert ends != "success"
@@ -498,6 +248,21 @@ def test_nothing_is_left_however_a_merge_ends(
 
 
 # Switches and precision
+
+
+class Residuals(nn.Module):
+    """Opens autocast and switches gradients on around its blocks."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual() for _ in range(2))
+        self.to(torch.get_default_dtype()).load_state_dict(draw_weights(self, seed))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
+            for block in self.blocks:
+                x = block(x)
+            return x
 
 
 def switches() -> tuple[Any, ...]:
@@ -523,10 +288,10 @@ def switches() -> tuple[Any, ...]:
 @pytest.mark.parametrize("precision", ["full", "mixed"])
 def test_switches_are_as_before_after_a_merge(precision: str, schedule: str, fails: bool) -> None:
     """Each of them is unlike torch's default before."""
-    experts = scripted(bfloat16)
-    inputs = pico_vectors(experts)
+    experts = experts_of(lambda seed: Residuals(seed), 2)
+    inputs = vectors(experts)
     if fails:
-        experts["digits"].blocks[1].mlp[2].weight.data.fill_(1e38)  # type: ignore[index, union-attr]
+        experts["digits"].blocks[1].second.weight.data.fill_(1e38)  # type: ignore[index, union-attr]
     torch.set_float32_matmul_precision("high")
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
