@@ -6,12 +6,11 @@ import itertools
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 StoreKind = Literal["device", "cpu", "disk"]
 
@@ -87,14 +86,9 @@ class ActivationStore:
         """A file for one forward; None where nothing goes to disk."""
         return None if self._folder is None else Path(self._folder.name) / str(next(self._numbers))
 
-    def hold(self, arguments: Any, shared: Iterable[Tensor], path: Path | None) -> StoredInputs | None:
-        """The floating-point tensors among a block's arguments that are not `shared`; None: they stay as they are."""
-        if self.kind == "device":
-            return None
-        kept = {tensor.untyped_storage()._cdata for tensor in shared}
-        tensors = [value for value in tree_leaves(arguments) if isinstance(value, Tensor)]
-        own = [t for t in tensors if t.is_floating_point() and t.untyped_storage()._cdata not in kept]
-        return StoredInputs(own, path)
+    def hold(self, tensors: Iterable[Tensor], path: Path | None) -> StoredInputs | None:
+        """Takes tensors that nothing but one paused forward uses; None: they stay as they are."""
+        return None if self.kind == "device" else StoredInputs(tensors, path)
 
 
 def as_bytes(storage: torch.UntypedStorage) -> Tensor:

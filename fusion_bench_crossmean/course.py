@@ -5,36 +5,17 @@ tensors each stretch uses and how much memory waits at each stop. Nothing is gue
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import greenlet
-from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from fusion_bench_crossmean.calibration import Batch
 from fusion_bench_crossmean.coverage import LayerGroup, shorten
-from fusion_bench_crossmean.forwards import NO_KEYWORDS, WalkError, input_of
-from fusion_bench_crossmean.weights import tensors_of
-
-
-@dataclass(frozen=True)
-class Stop:
-    """A place where a forward can pause: in front of a block, or of the first layer of a group.
-
-    Args:
-        name: of the module.
-        used: names of the tensors (parameters, buffers) used since the stop before.
-        held: bytes of activations alive there.
-    """
-
-    name: str
-    used: frozenset[str]
-    held: int
+from fusion_bench_crossmean.forwards import NO_KEYWORDS, WalkError
+from fusion_bench_crossmean.recorder import Recorder, Stop, version_of
 
 
 @dataclass(frozen=True)
@@ -63,6 +44,10 @@ class Course:
         first = 0 if start is None else names.index(start) + 1
         return frozenset[str]().union(*(stop.used for stop in self.stops[first : names.index(end) + 1]))
 
+    def own_arguments(self, name: str) -> frozenset[int]:
+        """See `Stop.own`."""
+        return next(stop.own for stop in self.stops if stop.name == name)
+
     def held_at(self, names: Sequence[str]) -> int:
         """Bytes of activations of a forward of one batch that waits at one of these stops, at most."""
         return max((stop.held for stop in self.stops if stop.name in names), default=0)
@@ -82,11 +67,12 @@ def observe(network: nn.Module, batch: Batch, layers: Sequence[str]) -> Course:
     """The course of `layers`, from one forward pass of a network whose tensors are all there.
 
     Raises:
-        WalkError: a layer is never reached, or reached twice; the forward writes into its own input.
+        WalkError: a layer is never reached, or reached twice; the forward writes into its own input, or uses a view of
+            a layer's weight that it took before that layer was reached.
     """
     versions = [version_of(tensor) for tensor in batch.tensors()]
     block_of = blocks_around(network, layers)
-    recorder = Recorder(network, batch)
+    recorder = Recorder(network, batch, layers)
     here = greenlet.getcurrent()
     with contextlib.ExitStack() as stack:
 
@@ -113,96 +99,21 @@ def observe(network: nn.Module, batch: Batch, layers: Sequence[str]) -> Course:
         raise WalkError(
             "The model's forward writes into its own input, which all networks share. Let it work on a copy."
         )
+    if recorder.stale:
+        raise WalkError(
+            f"The forward uses a view (a slice, a transpose) of the weight of {shorten(sorted(recorder.stale))} that "
+            "it took before that layer was solved. Let it take the view where it uses it."
+        )
     check_reached([name for group in recorder.groups for name in group], layers)
     groups = [LayerGroup(tuple(names)) for names in recorder.groups]
     return Course(
         groups,
-        recorder.stops,
+        recorder.finished_stops(),
         [block_of[group.names[0]] for group in groups],
         recorder.peak,
         batch.size,
         recorder.obstacle(block_of),
     )
-
-
-class Recorder(TorchDispatchMode):
-    """Notes what happens between the stops of one forward, operation by operation."""
-
-    def __init__(self, network: nn.Module, batch: Batch) -> None:
-        super().__init__()
-        tensors = tensors_of(network)
-        self.groups: list[list[str]] = []
-        self.stops: list[Stop] = []
-        self.peak = 0
-        self._names = {id(tensor): name for name, tensor in tensors.items()}
-        given = (*tensors.values(), *network.buffers(), *batch.tensors())
-        self._not_activations = {tensor.untyped_storage()._cdata for tensor in given}
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._used: set[str] = set()
-        self._previous: tuple[Callable[[], Tensor | None], int] = (lambda: None, 0)
-        self._open: list[tuple[str, list[tuple[Tensor, int]]]] = []
-        self._inside: dict[str, str | None] = {}
-        self._changed: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for value in tree_leaves((args, kwargs)):
-            if isinstance(value, Tensor) and (name := self._names.get(id(value))) is not None:
-                self._used.add(name)
-        result = func(*args, **kwargs)
-        for value in tree_leaves(result):
-            if isinstance(value, Tensor):
-                storage = value.untyped_storage()
-                if storage._cdata not in self._not_activations:
-                    self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.peak = max(self.peak, self._held())
-        return result
-
-    def arrive(self, event: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A forward is in front of a layer, or of a block."""
-        if event == "block":
-            self._stop(name)
-            tensors = [value for value in tree_leaves((args, dict(kwargs))) if isinstance(value, Tensor)]
-            self._open.append((name, [(tensor, version_of(tensor)) for tensor in tensors]))
-            return
-        tensor = input_of(args, kwargs)
-        version = version_of(tensor)
-        # Changed in place, it is another input; weakly referred to, its identity is not taken for a dead one's.
-        if tensor is self._previous[0]() and version == self._previous[1]:
-            self.groups[-1].append(name)
-            return
-        self.groups.append([name])
-        self._previous = (weakref.ref(tensor), version)
-        self._inside[name] = self._open[-1][0] if self._open else None
-        self._stop(name)
-
-    def leave(self, name: str) -> None:
-        """A block has ended."""
-        while self._open:
-            ended, tensors = self._open.pop()
-            if any(version_of(tensor) != version for tensor, version in tensors):
-                self._changed.append(ended)
-            if ended == name:
-                return
-
-    def obstacle(self, block_of: Mapping[str, str | None]) -> str | None:
-        """Why the blocks cannot be run again from their inputs, if so."""
-        names = [stop.name for stop in self.stops]
-        if repeated := sorted({name for name in names if names.count(name) > 1}):
-            return f"{shorten(repeated)} is called more than once in one forward"
-        if self._changed:
-            return f"{shorten(self._changed)} writes into its own input"
-        if outside := [name for name, block in self._inside.items() if block != block_of[name]]:
-            return f"{shorten(outside)} is not reached from within its block"
-        return None
-
-    def _stop(self, name: str) -> None:
-        self.stops.append(Stop(name, frozenset(self._used), self._held()))
-        self._used.clear()
-
-    def _held(self) -> int:
-        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
-        return sum(size for _, size in self._alive.values())
 
 
 def blocks_around(network: nn.Module, layers: Sequence[str]) -> dict[str, str | None]:
@@ -242,8 +153,3 @@ def check_reached(reached: Sequence[str], layers: Sequence[str]) -> None:
             f"{len(repeated)} covered layers are called more than once in one forward: {shorten(repeated)}. "
             "A layer that is used at two depths has no single place in depth order."
         )
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often the tensor was changed in place; 0 for one made in inference mode, which does not count that."""
-    return 0 if tensor.is_inference() else tensor._version

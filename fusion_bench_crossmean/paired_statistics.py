@@ -49,7 +49,8 @@ class PairedStatistics:
             sides are the same tensor, and None where only `product` was asked for.
         product: ``C W'``, shape (in, out), for the weight W that was given.
         diagonal: of C, shape (in,).
-        sketch: ``C V``, shape (in, probes), for fixed random directions V; None where C was formed.
+        directions: V of shape (in, directions), see `directions_for`; None where C was formed.
+        sketch: ``C V``; None where C was formed.
         right_energy: ``||R||_F^2``.
         rows: how many rows (tokens) were summed.
     """
@@ -58,6 +59,7 @@ class PairedStatistics:
     bilinear: Tensor | None
     product: Tensor | None
     diagonal: Tensor
+    directions: Tensor | None
     sketch: Tensor | None
     right_energy: float
     rows: int
@@ -65,14 +67,15 @@ class PairedStatistics:
     def alignment(self) -> float:
         """``<A, C>_F / (||A||_F ||C||_F)``: at most 1, and 1 iff C is a positive multiple of A.
 
-        Where C was not formed, that of ``A V`` and ``C V``: the same in expectation of each product.
+        Where C was not formed, that of ``A V`` and ``C V``, whose products are unbiased estimates of those of A and C.
         """
         if self.bilinear is self.gram:
             return 1.0
         gram, other = self.gram, self.bilinear
         if other is None:
+            assert self.directions is not None
             assert self.sketch is not None
-            gram, other = gram @ probes(len(gram), gram), self.sketch
+            gram, other = gram @ self.directions, self.sketch
         inner = gram_norm = other_norm = 0.0
         for a, c in zip(gram.split(GRAM_BLOCK), other.split(GRAM_BLOCK), strict=True):
             a, c = a.double(), c.double()  # in pieces: whole copies would be the largest matrices around
@@ -116,7 +119,7 @@ def accumulate(
         if sums is None:
             rows = None if num_batches is None else len(left) * num_batches
             forms = rows is None or weight is None or bilinear_is_cheaper(rows, *weight.T.shape)
-            sums = Sums(left, weight, same=right is left, forms=forms, workspace=workspace)
+            sums = Sums(left, right, weight, forms=forms, workspace=workspace)
         sums.add(left, right)
     if sums is None:
         raise ValueError("There are no inputs to sum: the calibration set of a task is empty.")
@@ -126,20 +129,23 @@ def accumulate(
 class Sums:
     """The running sums of `accumulate`."""
 
-    def __init__(self, like: Tensor, weight: Tensor | None, *, same: bool, forms: bool, workspace: Workspace) -> None:
-        self.dtype = torch.promote_types(like.dtype, torch.float32)
-        self.same = same
-        width, device = like.shape[1], like.device
+    def __init__(
+        self, left: Tensor, right: Tensor, weight: Tensor | None, *, forms: bool, workspace: Workspace
+    ) -> None:
+        self.dtype = torch.promote_types(left.dtype, torch.float32)
+        self.same = right is left
+        width, device = left.shape[1], left.device
         self.gram = workspace.zeros("gram", (width, width), self.dtype, device)
-        self.bilinear = self.product = self.factor = None
+        self.bilinear = self.product = self.factor = self.directions = None
         self.transposed = None if weight is None else weight.T.to(self.dtype)
-        if same:
+        if self.same:
             self.bilinear = self.gram
         elif forms:
             self.bilinear = workspace.zeros("bilinear", (width, width), self.dtype, device)
         else:
             assert self.transposed is not None
-            self.factor = torch.cat([self.transposed, probes(width, self.gram)], 1)
+            self.directions = directions_for(left.to(self.dtype), right.to(self.dtype))
+            self.factor = torch.cat([self.transposed, self.directions], 1)
             self.product = workspace.zeros("product", tuple(self.factor.shape), self.dtype, device)
         self.diagonal = torch.zeros(width, dtype=self.dtype, device=device)
         self.right_energy = torch.zeros((), dtype=torch.float64, device=device)  # read once: that waits for a GPU
@@ -164,12 +170,19 @@ class Sums:
         mirror_upper(self.gram)
         product, sketch = self.product, None
         if product is not None and self.transposed is not None:
-            product, sketch = product.split([self.transposed.shape[1], NUM_PROBES], 1)
+            product, sketch = product.split([self.transposed.shape[1], product.shape[1] - self.transposed.shape[1]], 1)
         elif self.bilinear is not None:
             self.diagonal = self.bilinear.diagonal()
             product = None if self.transposed is None else self.bilinear @ self.transposed
         return PairedStatistics(
-            self.gram, self.bilinear, product, self.diagonal, sketch, float(self.right_energy), self.rows
+            self.gram,
+            self.bilinear,
+            product,
+            self.diagonal,
+            self.directions,
+            sketch,
+            float(self.right_energy),
+            self.rows,
         )
 
 
@@ -190,6 +203,17 @@ def mirror_upper(gram: Tensor) -> None:
 def bilinear_is_cheaper(rows: int, width: int, outputs: int) -> bool:
     """Whether ``(L' R) W'`` (N n^2 + n^2 m products for N rows, n inputs, m outputs) beats ``L' (R W')`` (2 N n m)."""
     return rows * width + width * outputs <= 2 * rows * outputs
+
+
+def directions_for(left: Tensor, right: Tensor) -> Tensor:
+    """V with ``E <A V, C V> = <A, C>`` for any A and C, shape (in, two more than `NUM_PROBES`), from one batch.
+
+    The mean inputs, along which the energy of activations lies, and random directions orthogonal to them: what varies
+    in the estimate is the rest only (as in Hutch++, Meyer et al. 2021).
+    """
+    means, _ = torch.linalg.qr(torch.stack([left.mean(0), right.mean(0)], 1).double().nan_to_num())
+    random = probes(len(means), means) / NUM_PROBES**0.5
+    return torch.cat([means, random - means @ (means.T @ random)], 1).to(left.dtype)
 
 
 def probes(width: int, like: Tensor) -> Tensor:

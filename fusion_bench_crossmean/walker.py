@@ -22,6 +22,7 @@ from fusion_bench_crossmean.calibration import Batch
 from fusion_bench_crossmean.course import Course, observe
 from fusion_bench_crossmean.coverage import LayerGroup
 from fusion_bench_crossmean.forwards import Arguments, Forward, Pause, WalkError, input_of
+from fusion_bench_crossmean.recorder import leaves_of
 from fusion_bench_crossmean.workspace import return_free_memory
 
 #: What a layer group receives from one calibration batch: path point -> inputs of shape (tokens, in).
@@ -114,7 +115,7 @@ class Walker:
                     for index, batch in enumerate(batches):
                         forward = Forward(functools.partial(batch.run, module), stops, self._owner)
                         stack.callback(forward.cancel)
-                        self._waiting[task, index, point] = Waiting(forward, batch, store)
+                        self._waiting[task, index, point] = Waiting(forward, store)
             for name in dict.fromkeys((*stops, *self.course.group_stops)):
                 for module in dict.fromkeys(m.get_submodule(name) for m in modules.values()):  # some share a layer
                     pause = Pause(name, self._owner)
@@ -148,12 +149,12 @@ class Walker:
     def _advance(self, start: str | None, stop: str) -> None:
         """Every forward runs on from one stop to another."""
         began = time.perf_counter()
-        used = self.course.used_between(start, stop)
+        used, own = self.course.used_between(start, stop), self.course.own_arguments(stop)
         for task, batches in self.calibration.items():
             for point in self.networks.path_points:
                 self.networks.load(task, point, used)
                 for index in range(len(batches)):
-                    self._waiting[task, index, point].advance(stop)
+                    self._waiting[task, index, point].advance(stop, own)
                 return_free_memory()
         self.seconds += time.perf_counter() - began
 
@@ -162,16 +163,15 @@ class Walker:
         points = self.networks.path_points
         for index, batch in enumerate(self.calibration[task]):
             waiting = {point: self._waiting[task, index, point] for point in points}
-            if stop == layer:
-                yield {point: batch.rows(input_of(*waiting[point].arguments)) for point in points}
-                continue
             with contextlib.ExitStack() as stack:
                 for point in points:  # also while the inputs are used: a layer may receive its block's own input
                     stack.enter_context(waiting[point].at_hand())
                 stack.callback(self._end_replays)
-                began = time.perf_counter()
-                reached = {point: self._replay(waiting[point], task, point, stop, layer) for point in points}
-                self.replay_seconds += time.perf_counter() - began
+                reached = {point: waiting[point].arguments for point in points}
+                if stop != layer:
+                    began = time.perf_counter()
+                    reached = {point: self._replay(waiting[point], task, point, stop, layer) for point in points}
+                    self.replay_seconds += time.perf_counter() - began
                 yield {point: batch.rows(input_of(*arguments)) for point, arguments in reached.items()}
 
     def _replay(self, waiting: Waiting, task: str, point: float, block: str, layer: str) -> Arguments:
@@ -193,21 +193,22 @@ class Walker:
 class Waiting:
     """A forward and the arguments of the module in front of which it waits."""
 
-    def __init__(self, forward: Forward, batch: Batch, store: ActivationStore) -> None:
+    def __init__(self, forward: Forward, store: ActivationStore) -> None:
         self.forward = forward
         self.arguments: Arguments = ((), {})
-        self._batch = batch
         self._store = store
         self._path = store.new_path()
         self._stored: StoredInputs | None = None
 
-    def advance(self, stop: str) -> None:
-        """Runs on to `stop` and puts away what is needed there."""
+    def advance(self, stop: str, own: Collection[int]) -> None:
+        """Runs on to `stop` and puts away its `own` arguments there, see `Stop.own`."""
         if self._stored is not None:
             self._stored.bring_back()
         self._stored, self.arguments = None, ((), {})  # the forward frees them as it goes on
         self.arguments = self.forward.advance(stop)
-        self._stored = self._store.hold(self.arguments, self._batch.tensors(), self._path)
+        args, kwargs = self.arguments
+        tensors = [tensor for index, tensor in enumerate(leaves_of((args, dict(kwargs)))) if index in own]
+        self._stored = self._store.hold(tensors, self._path)
         if self._stored is not None:
             self._stored.put_away()
 

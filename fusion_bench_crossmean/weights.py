@@ -47,7 +47,14 @@ class StoredWeights(Weights):
     @classmethod
     def write(cls, path: Path, tensors: Weights) -> StoredWeights:
         """Stores `tensors` at `path`."""
-        save_file({name: on_its_own(tensor.detach()) for name, tensor in tensors.items()}, path)
+        seen, kept = set[int](), {}
+        for name, tensor in tensors.items():
+            storage = tensor.untyped_storage()
+            whole = tensor.is_contiguous() and storage.nbytes() == tensor.nbytes and storage._cdata not in seen
+            seen.add(storage._cdata)
+            # Neither a part of what it lies in, nor in the same place as another: the format has no word for it.
+            kept[name] = tensor.detach() if whole else tensor.detach().clone(memory_format=torch.contiguous_format)
+        save_file(kept, path)
         return cls({name: (path, name) for name in tensors})
 
     def __getitem__(self, name: str) -> Tensor:
@@ -70,11 +77,12 @@ def checkpoint_of(network: nn.Module) -> StoredWeights | None:
     name = getattr(network, "name_or_path", "")
     if not name:
         return None
-    found = [
-        path
-        for file in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
-        if (path := cached_file(name, file, local_files_only=True, _raise_exceptions_for_missing_entries=False))
-    ]
+    names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
+    options = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
+    try:
+        found = [path for file in names if (path := cached_file(name, file, **options))]
+    except (OSError, ValueError):  # no such folder, and no name on the hub either
+        return None
     if not found:
         return None
     first = Path(found[0])
@@ -105,12 +113,6 @@ def is_stored_at(place: tuple[Path, str], tensor: Tensor) -> bool:
     with safe_open(path, framework="pt") as file:
         stored = file.get_tensor(key)
     return stored.dtype == tensor.dtype and torch.equal(stored, tensor.detach().cpu())
-
-
-def on_its_own(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy where it is only a part of what it lies in."""
-    whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-    return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def hollow(network: nn.Module, fill: Callable[[Tensor], Tensor]) -> nn.Module:

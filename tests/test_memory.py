@@ -16,10 +16,11 @@ from pico import pico_calibration, pico_experts
 from torch import nn
 
 from fusion_bench_crossmean import CrossMeanAlgorithm
-from fusion_bench_crossmean.course import Course, Stop
+from fusion_bench_crossmean.course import Course
 from fusion_bench_crossmean.coverage import LayerGroup
 from fusion_bench_crossmean.linear_system import bytes_needed
 from fusion_bench_crossmean.memory import GIB, MemoryUse, Need, choose_schedule, free_in_group, memory_of
+from fusion_bench_crossmean.recorder import Stop
 from fusion_bench_crossmean.walker import Schedule
 
 PAUSED, REPLAY = Schedule("paused"), Schedule("replay")

@@ -19,8 +19,8 @@ from fusion_bench_crossmean.paired_statistics import (
     NUM_PROBES,
     accumulate,
     bilinear_is_cheaper,
+    directions_for,
     float32_products,
-    probes,
 )
 from fusion_bench_crossmean.workspace import Workspace
 
@@ -127,16 +127,33 @@ def test_alignment_and_drift_are_those_of_the_definition(seed: int) -> None:
     assert statistics.drift() == pytest.approx(float((left - right).norm() / right.norm()), rel=1e-9)
 
 
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("offset", [0.0, 0.5, 5.0])
 @pytest.mark.parametrize("noise", [0.0, 0.1, 1.0])
-def test_the_alignment_of_the_sketch_is_close_to_the_exact_one(noise: float) -> None:
-    left = drawn(100, 200) + 0.5
-    right = left + noise * left @ drawn(200, 200, seed=1) / 200**0.5
-    statistics = accumulate([(left, right)], drawn(400, 200, seed=2), num_batches=1)
+def test_the_alignment_of_the_sketch_is_close_to_the_exact_one(noise: float, offset: float, seed: int) -> None:
+    """Also where the inputs share a direction, as activations do; only the first batch tells which."""
+    left = drawn(100, 200, seed=10 * seed) + offset
+    right = left + noise * left @ drawn(200, 200, seed=10 * seed + 1) / 200**0.5
+    batches = list(zip(left.split(50), right.split(50), strict=True))
+    statistics = accumulate(batches, drawn(400, 200, seed=2), num_batches=2)
     assert statistics.bilinear is None
+    assert statistics.directions is not None
     assert statistics.sketch is not None
-    assert relative_error(statistics.sketch, left.T @ right @ probes(200, left)) < SAME
+    assert relative_error(statistics.sketch, left.T @ right @ statistics.directions) < SAME
     assert statistics.alignment() == pytest.approx(oracles.alignment(left, right), abs=0.05)
     assert statistics.drift() == pytest.approx(float((left - right).norm() / right.norm()), abs=1e-6)
+
+
+def test_directions_reproduce_inner_products_on_average() -> None:
+    """What lies along the means is exact; the rest is unbiased over the random signs, so close for many features."""
+    left, right = drawn(50, 300) + 2.0, drawn(50, 300, seed=1) + 2.0
+    directions = directions_for(left, right)
+    assert directions.shape == (300, NUM_PROBES + 2)
+    means, random = directions[:, :2], directions[:, 2:]
+    assert relative_error(means.T @ means, torch.eye(2)) < SAME
+    assert float((means.T @ random).norm()) < SAME * 300
+    assert relative_error(means @ (means.T @ left.mean(0)), left.mean(0)) < SAME
+    assert float(random.square().sum()) == pytest.approx(298, rel=0.1)
 
 
 @pytest.mark.parametrize(("rows", "formed"), [(10, False), (40, True)])

@@ -34,7 +34,8 @@ class Scripted(nn.Module):
     def __init__(self, seed: int, script: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
         self.scale, self.shift = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.ones(WIDTH))
-        self.blocks = nn.ModuleList((Writing if script is writes_into_its_input else Block)() for _ in range(2))
+        kinds: dict[Any, type[Block]] = {writes_into_its_input: Writing, counts_in_a_buffer: Counting}
+        self.blocks = nn.ModuleList(kinds.get(script, Block)() for _ in range(2))
         self.mlp = nn.Linear(WIDTH, WIDTH)
         self.to(torch.get_default_dtype()).load_state_dict(draw_weights(self, seed))
         self.script = script
@@ -92,6 +93,15 @@ def parts_of_parameters_as_arguments(net: Scripted, x: Tensor) -> Tensor:
     return net.mlp(x)
 
 
+def kept_between_forwards_as_argument(net: Scripted, x: Tensor) -> Tensor:
+    """Made by the first forward, used by all of them."""
+    if not hasattr(net, "kept"):
+        net.kept = torch.linspace(0.5, 1.5, WIDTH)
+    for block in net.blocks:
+        x, _ = block(x, net.kept, shift=net.kept)
+    return net.mlp(x)
+
+
 def scripted(script: Callable[[Any, Tensor], Any], num_tasks: int = 2) -> dict[str, nn.Module]:
     return experts_of(lambda seed: Scripted(seed, script), num_tasks)
 
@@ -121,8 +131,10 @@ def test_replay_runs_a_block_in_the_autocast_of_the_model() -> None:
 
 
 @pytest.mark.parametrize("store", STORES)
-@pytest.mark.parametrize("script", [parameters_as_arguments, parts_of_parameters_as_arguments])
-def test_replay_gives_a_block_the_parameters_that_the_model_passes_on(script: Any, store: str) -> None:
+@pytest.mark.parametrize(
+    "script", [parameters_as_arguments, parts_of_parameters_as_arguments, kept_between_forwards_as_argument]
+)
+def test_replay_gives_a_block_what_is_not_of_its_forward_alone(script: Any, store: str) -> None:
     experts = scripted(script)
     assert exit_code(lambda: check_replay(experts, vectors(experts), stores=(store,), batch_size=7)) == 0
 
@@ -222,6 +234,22 @@ class Writing(Block):
         return new + x.mul_(1.1), scale
 
 
+def counts_in_a_buffer(net: Scripted, x: Tensor) -> Tensor:
+    return further_arguments(net, x)
+
+
+class Counting(Block):
+    """Notes every call in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor, scale: Tensor, *, shift: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        return super().forward(x, scale, shift=shift)
+
+
 def called_twice(net: Scripted, x: Tensor) -> Tensor:
     first, second = net.blocks
     x, scale = first(x, x.square(), shift=x)
@@ -240,6 +268,7 @@ def from_without(net: Scripted, x: Tensor) -> Tensor:
 
 OBSTACLES = {
     writes_into_its_input: r"'blocks\.0', 'blocks\.1' writes into its own input",
+    counts_in_a_buffer: r"'blocks\.0', 'blocks\.1' writes into its own input or into a buffer",
     called_twice: r"'blocks\.1' is called more than once",
     from_without: r"'blocks\.1\.mlp\.0', 'blocks\.1\.mlp\.2' is not reached from within its block",
 }

@@ -19,7 +19,6 @@ from fusion_bench_crossmean.weights import (
     checkpoint_of,
     hollow,
     is_finite,
-    on_its_own,
     placeholder,
     size_of,
     tensors_of,
@@ -182,14 +181,6 @@ def test_stored_tensors_may_share_their_memory(tmp_path: Path) -> None:
     stored = StoredWeights.write(tmp_path / "a.safetensors", tensors_of(network))
     assert torch.equal(stored["mlp.1.weight"], network.mlp[0].weight)
     assert torch.equal(stored["steps"], torch.tensor(3))
-
-
-def test_a_tensor_on_its_own_is_not_copied() -> None:
-    tensor = torch.randn(3, 4)
-    assert on_its_own(tensor) is tensor
-    for part in (tensor[1:], tensor.T, tensor[:, 1]):
-        assert torch.equal(on_its_own(part), part)
-        assert on_its_own(part).untyped_storage().nbytes() == part.nbytes
 
 
 def test_sizes_and_finiteness() -> None:
