@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 GIB = 2**30
 #: Part of the free memory that is planned with, where no budget is set: estimates err, and others need some too.
 CAUTION = 0.8
+#: How much more than what is in use a heap may hold, for the holes in it (1.8 times was seen).
+HOLES = 2.0
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,7 @@ def choose_schedule(
             "are in use before it starts. Raise it, or lower num_calibration_samples or batch_size."
         )
     chosen = fitting[0] if fitting else allowed[-1]
+    chosen = replace(chosen, returns_memory=on_host and need.bytes_for(chosen) * HOLES > memory.free)
     log.info(
         "schedule=%s, activations on %s: about %.2f GiB beside the %.2f GiB in use, %.2f GiB are free.",
         chosen.kind,

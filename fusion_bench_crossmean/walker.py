@@ -51,10 +51,13 @@ class Schedule:
         kind: `paused` keeps every forward at the layer group that is being solved. `replay` keeps it in front of the
             block around that group, and runs the block's beginning again for every group, batch by batch.
         store: where what `replay` keeps lies.
+        returns_memory: whether freed memory goes back to the system after every network's stretch, see
+            `return_free_memory`: it is needed again soon, which costs time, so only where memory is short.
     """
 
     kind: Literal["paused", "replay"] = "paused"
     store: StoreKind = "device"
+    returns_memory: bool = False
 
 
 class Walker:
@@ -155,7 +158,8 @@ class Walker:
                 self.networks.load(task, point, used)
                 for index in range(len(batches)):
                     self._waiting[task, index, point].advance(stop, own)
-                return_free_memory()
+                if self.schedule.returns_memory:
+                    return_free_memory()
         self.seconds += time.perf_counter() - began
 
     def inputs_at(self, task: str, layer: str, stop: str) -> Iterator[Inputs]:
