@@ -77,11 +77,10 @@ class PairedStatistics:
             assert self.sketch is not None
             gram, other = gram @ self.directions, self.sketch
         inner = gram_norm = other_norm = 0.0
-        for a, c in zip(gram.split(GRAM_BLOCK), other.split(GRAM_BLOCK), strict=True):
-            a, c = a.double(), c.double()  # in pieces: whole copies would be the largest matrices around
-            inner += float((a * c).sum())
-            gram_norm += float(a.square().sum())
-            other_norm += float(c.square().sum())
+        for a, c in zip(gram.split(CACHED_ROWS), other.split(CACHED_ROWS), strict=True):  # whole products are large
+            inner += float((a * c).sum(dtype=torch.float64))
+            gram_norm += float((a * a).sum(dtype=torch.float64))
+            other_norm += float((c * c).sum(dtype=torch.float64))
         norms = (gram_norm * other_norm) ** 0.5
         return inner / norms if norms > 0 else float("nan")
 
