@@ -48,17 +48,20 @@ def memory_of(device: torch.device, max_memory_gib: float | None = None) -> Memo
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - used
     else:
         used = psutil.Process().memory_info().rss
-        free = min(psutil.virtual_memory().available, free_in_group(used))
+        free = min(psutil.virtual_memory().available, free_in_group())
     limit = used + int(CAUTION * free) if max_memory_gib is None else int(max_memory_gib * GIB)
     return MemoryUse(used, limit)
 
 
-def free_in_group(used: int, group: Path = Path("/sys/fs/cgroup")) -> int:
+def free_in_group(group: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes that a container's limit (control group, version 2) leaves; without one, more than there can be."""
     try:
-        return int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # no such group, or "max": no limit
         return 2**63 - 1
+    return limit - used + int(counts.get("inactive_file", 0))  # files read before make way
 
 
 @dataclass(frozen=True)

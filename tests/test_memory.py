@@ -180,13 +180,14 @@ def test_a_budget_that_nothing_fits_is_refused_with_the_numbers() -> None:
 
 @pytest.mark.parametrize(
     ("limit", "current", "free"),
-    [("1000\n", "300\n", 700), ("max\n", "300\n", 2**63 - 1), ("1000", None, 2**63 - 1), (None, "300", 2**63 - 1)],
+    [("1000\n", "300\n", 750), ("max\n", "300\n", 2**63 - 1), ("1000", None, 2**63 - 1), (None, "300", 2**63 - 1)],
 )
 def test_free_memory_of_a_container(limit: str | None, current: str | None, free: int, tmp_path: Path) -> None:
-    for name, text in (("memory.max", limit), ("memory.current", current)):
+    stat = "anon 200\ninactive_file 50\n"
+    for name, text in (("memory.max", limit), ("memory.current", current), ("memory.stat", stat)):
         if text is not None:
             (tmp_path / name).write_text(text)
-    assert free_in_group(0, tmp_path) == free
+    assert free_in_group(tmp_path) == free
 
 
 def test_a_budget_is_the_limit_and_without_one_most_of_what_is_free_is() -> None:
