@@ -17,6 +17,7 @@ from torch import Tensor
 from fusion_bench_crossmean.cholesky import CholeskyFactor, factorise, numerical_rank
 from fusion_bench_crossmean.paired_statistics import (
     NUM_PROBES,
+    InputPair,
     PairedStatistics,
     accumulate,
     probes,
@@ -102,7 +103,7 @@ class LinearSystem:
 
     def add_task(
         self,
-        pairs: Iterable[tuple[Tensor, Tensor]],
+        pairs: Iterable[InputPair],
         expert_weight: Tensor,
         task_weight: float = 1.0,
         task: str = "",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from fusion_bench_crossmean.workspace import Workspace
 
+#: Left and right inputs of one batch, of shape (tokens, in); of several right ones the mean is meant.
+InputPair = tuple[Tensor, Tensor | Sequence[Tensor]]
 #: Columns of a Gram matrix that are computed at a time: large enough for a product, small enough to save half of it.
 GRAM_BLOCK = 384
 #: Rows whose products are summed at a time, in the cache.
@@ -94,7 +96,7 @@ class PairedStatistics:
 
 
 def accumulate(
-    pairs: Iterable[tuple[Tensor, Tensor]],
+    pairs: Iterable[InputPair],
     weight: Tensor | None = None,
     num_batches: int | None = None,
     workspace: Workspace | None = None,
@@ -103,7 +105,7 @@ def accumulate(
 
     Args:
         pairs: (left, right) per batch, each of shape (tokens, in) and in any floating dtype; they are upcast before
-            the product. Where both are one tensor, one product is computed.
+            the product. Where both are one tensor, one product is computed; of several right ones the mean counts.
         weight: W, shape (out, in), for `product`.
         num_batches: how many pairs there are: then ``C W'`` is computed as ``(L' R) W'`` or as ``L' (R W')``, which is
             cheaper. None: C is formed, and so it is without a weight and where both sides are one tensor.
@@ -129,10 +131,17 @@ class Sums:
     """The running sums of `accumulate`."""
 
     def __init__(
-        self, left: Tensor, right: Tensor, weight: Tensor | None, *, forms: bool, workspace: Workspace
+        self,
+        left: Tensor,
+        right: Tensor | Sequence[Tensor],
+        weight: Tensor | None,
+        *,
+        forms: bool,
+        workspace: Workspace,
     ) -> None:
         self.dtype = torch.promote_types(left.dtype, torch.float32)
         self.same = right is left
+        self.workspace = workspace
         width, device = left.shape[1], left.device
         self.gram = workspace.zeros("gram", (width, width), self.dtype, device)
         self.bilinear = self.product = self.factor = self.directions = None
@@ -143,17 +152,17 @@ class Sums:
             self.bilinear = workspace.zeros("bilinear", (width, width), self.dtype, device)
         else:
             assert self.transposed is not None
-            self.directions = directions_for(left.to(self.dtype), right.to(self.dtype))
+            self.directions = directions_for(self._upcast("left", left), self._upcast("right", right))
             self.factor = torch.cat([self.transposed, self.directions], 1)
             self.product = workspace.zeros("product", tuple(self.factor.shape), self.dtype, device)
         self.diagonal = torch.zeros(width, dtype=self.dtype, device=device)
         self.right_energy = torch.zeros((), dtype=torch.float64, device=device)  # read once: that waits for a GPU
         self.rows = 0
 
-    def add(self, left: Tensor, right: Tensor) -> None:
+    def add(self, left: Tensor, right: Tensor | Sequence[Tensor]) -> None:
         """One batch."""
-        left = left.to(self.dtype)
-        right = left if self.same else right.to(self.dtype)
+        left = self._upcast("left", left)
+        right = left if self.same else self._upcast("right", right)
         add_gram(self.gram, left)
         if self.factor is not None and self.product is not None:
             self.product.addmm_(left.T, right @ self.factor)
@@ -163,6 +172,16 @@ class Sums:
             self.bilinear.addmm_(left.T, right)
         self.right_energy += right.norm().double().square()
         self.rows += left.shape[0]
+
+    def _upcast(self, role: str, inputs: Tensor | Sequence[Tensor]) -> Tensor:
+        """The inputs, or their mean, in the dtype of the sums; if that is a new tensor, it is valid until the next."""
+        first, *others = (inputs,) if isinstance(inputs, Tensor) else inputs
+        if not others and first.dtype == self.dtype:
+            return first
+        mean = self.workspace.empty(role, tuple(first.shape), self.dtype, first.device).copy_(first)
+        for other in others:
+            mean += other
+        return mean.div_(1 + len(others)) if others else mean
 
     def finish(self) -> PairedStatistics:
         """The whole matrices."""

@@ -156,6 +156,28 @@ def test_directions_reproduce_inner_products_on_average() -> None:
     assert float(random.square().sum()) == pytest.approx(298, rel=0.1)
 
 
+@pytest.mark.parametrize("num_batches", [None, 1])
+def test_of_several_right_inputs_the_mean_counts(num_batches: int | None) -> None:
+    left, rights, weight = drawn(40, 30), [drawn(40, 30, seed=i) for i in (1, 2, 3)], drawn(4, 30, seed=4)
+    ours = accumulate([(left, rights)], weight, num_batches)
+    theirs = accumulate([(left, sum(rights) / 3)], weight, num_batches)
+    assert (ours.bilinear is None) == (num_batches is not None)
+    assert ours.product is not None
+    assert theirs.product is not None
+    assert relative_error(ours.product, theirs.product) < SAME
+    assert relative_error(ours.diagonal, theirs.diagonal) < SAME
+    assert ours.right_energy == pytest.approx(theirs.right_energy, rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_low_precision_inputs_are_averaged_in_float32(dtype: torch.dtype) -> None:
+    """Three times 40,000 overflows float16; a third of it is not."""
+    inputs = torch.full((1, 1), 40000.0, dtype=dtype)
+    statistics = accumulate([(torch.ones(1, 1, dtype=dtype), [inputs] * 3)])
+    assert statistics.diagonal.dtype == torch.float32
+    assert float(statistics.diagonal) == pytest.approx(float(inputs))
+
+
 @pytest.mark.parametrize(("rows", "formed"), [(10, False), (40, True)])
 def test_equal_inputs_in_two_tensors_are_aligned(rows: int, formed: bool) -> None:
     left = drawn(rows, 30)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from fusion_bench import auto_register_config
 from fusion_bench.modelpool import BaseModelPool
-from torch import Tensor, nn
+from torch import nn
 
 from fusion_bench_crossmean.coverage import LayerGroup
 from fusion_bench_crossmean.linear_system import LinearSystem, Solution
@@ -19,6 +19,7 @@ from fusion_bench_crossmean.method.calibrated import CalibratedAlgorithm
 from fusion_bench_crossmean.method.material import Material, as_pool, indices_of
 from fusion_bench_crossmean.method.settings import check_choice, check_number
 from fusion_bench_crossmean.networks import Networks
+from fusion_bench_crossmean.paired_statistics import InputPair
 from fusion_bench_crossmean.report import mean, table, write_json
 from fusion_bench_crossmean.walker import Inputs, Walker
 from fusion_bench_crossmean.workspace import Workspace
@@ -72,8 +73,8 @@ class LayerwiseMerge(CalibratedAlgorithm):
         """Path points whose networks run: 0 is the merged network, 1 the expert."""
 
     @abstractmethod
-    def input_pair(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Left and right inputs (tokens, in) of one batch: the merged layer's input and the one it is fitted to."""
+    def input_pair(self, inputs: Inputs) -> InputPair:
+        """Left and right inputs of one batch: what the merged layer receives and what it is fitted to."""
 
     def linear_system(self, group: LayerGroup, workspace: Workspace) -> LinearSystem:
         """The empty system of one layer group, with this method's settings."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from fusion_bench_crossmean.method.base import LayerwiseMerge
+from fusion_bench_crossmean.paired_statistics import InputPair
 from fusion_bench_crossmean.walker import Inputs
 
 
@@ -18,5 +17,5 @@ class CrossStatisticAlgorithm(LayerwiseMerge):
     def network_points(self) -> tuple[float, ...]:
         return (0.0, 1.0)
 
-    def input_pair(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def input_pair(self, inputs: Inputs) -> InputPair:
         return inputs[0], inputs[1]

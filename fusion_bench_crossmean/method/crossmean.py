@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from fusion_bench import auto_register_config
-from torch import Tensor
 
 from fusion_bench_crossmean.coverage import LayerGroup
 from fusion_bench_crossmean.linear_system import LinearSystem
 from fusion_bench_crossmean.method.base import LayerwiseMerge
 from fusion_bench_crossmean.method.settings import check_number
+from fusion_bench_crossmean.paired_statistics import InputPair
 from fusion_bench_crossmean.walker import Inputs
 from fusion_bench_crossmean.workspace import Workspace
 
@@ -51,18 +50,10 @@ class CrossMeanAlgorithm(LayerwiseMerge):
     def network_points(self) -> tuple[float, ...]:
         return tuple(sorted({0.0, *self.path_points}))
 
-    def input_pair(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def input_pair(self, inputs: Inputs) -> InputPair:
         if self.path_points == [0.0]:
             return inputs[0], inputs[0]
-        accurate = torch.promote_types(inputs[0].dtype, torch.float32)
-        upcast = {point: x.to(accurate) for point, x in inputs.items()}
-        first, *others = (upcast[point] for point in self.path_points)
-        if not others:
-            return upcast[0], first
-        mean = first + others[0]  # the one large new tensor
-        for x in others[1:]:
-            mean += x
-        return upcast[0], mean.div_(len(self.path_points))
+        return inputs[0], [inputs[point] for point in self.path_points]
 
     def linear_system(self, group: LayerGroup, workspace: Workspace) -> LinearSystem:
         system = super().linear_system(group, workspace)
