@@ -129,8 +129,9 @@ class LinearSystem:
         weight = None if ablation else expert_weight
         statistics = accumulate(pairs, weight, num_batches, self.workspace)
         gram, diagonal, product = statistics.gram, statistics.diagonal, statistics.product
-        transposed = expert_weight.T.to(gram.dtype)
+        transposed = statistics.transposed
         if ablation:
+            transposed = expert_weight.T.to(gram.dtype)
             assert statistics.bilinear is not None
             bilinear = statistics.bilinear
             if self.symmetric_weight:
@@ -138,6 +139,7 @@ class LinearSystem:
             if self.gram_shrinkage:
                 bilinear = torch.lerp(bilinear, gram, self.gram_shrinkage)
             diagonal, product = bilinear.diagonal(), bilinear @ transposed
+        assert transposed is not None
         assert product is not None
         # One NaN or infinity in a row of inputs reaches the diagonal of L'L, and every row of L'R W'.
         if not (gram.diagonal().sum().isfinite() and product.sum().isfinite()):

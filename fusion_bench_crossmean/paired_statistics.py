@@ -49,7 +49,8 @@ class PairedStatistics:
         gram: ``A = L' L``, shape (in, in).
         bilinear: ``C = L' R``, shape (in, in): rows belong to left, columns to right. It is `gram` itself where both
             sides are the same tensor, and None where only `product` was asked for.
-        product: ``C W'``, shape (in, out), for the weight W that was given.
+        transposed: ``W'`` of the weight that was given, shape (in, out), in the dtype of the sums; None without one.
+        product: ``C W'``, shape (in, out).
         diagonal: of C, shape (in,).
         directions: V of shape (in, directions), see `directions_for`; None where C was formed.
         sketch: ``C V``; None where C was formed.
@@ -59,6 +60,7 @@ class PairedStatistics:
 
     gram: Tensor
     bilinear: Tensor | None
+    transposed: Tensor | None
     product: Tensor | None
     diagonal: Tensor
     directions: Tensor | None
@@ -78,8 +80,9 @@ class PairedStatistics:
             assert self.directions is not None
             assert self.sketch is not None
             gram, other = gram @ self.directions, self.sketch
+        rows = max(CACHED_ROWS, CACHED_ROWS * len(gram) // gram.shape[1])  # fewer columns, more rows
         inner = gram_norm = other_norm = 0.0
-        for a, c in zip(gram.split(CACHED_ROWS), other.split(CACHED_ROWS), strict=True):  # whole products are large
+        for a, c in zip(gram.split(rows), other.split(rows), strict=True):  # whole products are large
             inner += float((a * c).sum(dtype=torch.float64))
             gram_norm += float((a * a).sum(dtype=torch.float64))
             other_norm += float((c * c).sum(dtype=torch.float64))
@@ -145,7 +148,8 @@ class Sums:
         width, device = left.shape[1], left.device
         self.gram = workspace.zeros("gram", (width, width), self.dtype, device)
         self.bilinear = self.product = self.factor = self.directions = None
-        self.transposed = None if weight is None else weight.T.to(self.dtype)
+        # Contiguous, which element-wise operations on it need to be fast.
+        self.transposed = None if weight is None else weight.T.to(self.dtype).contiguous()
         if self.same:
             self.bilinear = self.gram
         elif forms:
@@ -195,6 +199,7 @@ class Sums:
         return PairedStatistics(
             self.gram,
             self.bilinear,
+            self.transposed,
             product,
             self.diagonal,
             self.directions,
