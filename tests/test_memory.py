@@ -292,8 +292,8 @@ def paused() -> dict[str, Any]:
 
 
 @needs_proc
-@pytest.mark.parametrize(("part", "kind"), [(0.45, "replay"), (0.75, "paused")])
-def test_a_budget_that_is_accepted_is_kept(part: float, kind: str, paused: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("part", "kinds"), [(0.45, {"replay"}), (0.75, {"paused", "replay"})])
+def test_a_budget_that_is_accepted_is_kept(part: float, kinds: set[str], paused: dict[str, Any]) -> None:
     """It lies between what is in use before and the peak of paused forwards that have all the memory they want.
 
     A little below that peak it is the heap's holes that must not be there, further down the activations.
@@ -302,7 +302,7 @@ def test_a_budget_that_is_accepted_is_kept(part: float, kind: str, paused: dict[
     result = merge(max_memory_gib=budget / GIB)
     assert result["error"] is None
     assert result["peak"] <= budget, f"{result['schedule']}: {(result['peak'] - budget) / GIB:.2f} GiB over the budget"
-    assert result["schedule"]["kind"] == kind
+    assert result["schedule"]["kind"] in kinds
 
 
 @needs_proc
