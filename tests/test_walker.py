@@ -512,21 +512,15 @@ def test_a_walk_can_go_on_in_another_greenlet_than_it_began() -> None:
     assert names == ["a", "b", "c"]
 
 
-def test_a_thread_that_keeps_calling_the_experts_neither_disturbs_a_merge_nor_is_disturbed() -> None:
-    """From before the probe to after the last hook is removed; the hooks come and go while the thread calls."""
-    experts, inputs = experts_of(lambda seed: PicoMLP(seed=seed, depth=6)), vectors()
-    method = CrossMeanAlgorithm(num_calibration_samples=24, batch_size=6)
-    expected = method.run(experts, inputs).state_dict()
-    expert, x = experts["digits"], inputs["digits"]
-    with torch.no_grad():
-        output = expert(x)
-    done, calls, errors = threading.Event(), [], []
+def results_beside_a_thread(run: Callable[[], Any], call: Callable[[], bool], at_least: int) -> list[Any]:
+    """What `run` returns each time, while a thread keeps calling; every call must succeed and say True."""
+    done, calls, errors, results = threading.Event(), [], [], []
 
     def work() -> None:
         try:
             with torch.no_grad():
                 while not done.is_set():
-                    calls.append(torch.equal(expert(x), output))
+                    calls.append(call())
         except BaseException as error:  # noqa: BLE001  (a thread's errors are lost otherwise)
             errors.append(error)
 
@@ -535,9 +529,8 @@ def test_a_thread_that_keeps_calling_the_experts_neither_disturbs_a_merge_nor_is
     sys.setswitchinterval(1e-4)
     thread.start()
     try:
-        merges = []
-        while len(merges) < 2 or (len(calls) <= 10 and len(merges) < 100):
-            merges.append(method.run(experts, inputs).state_dict())
+        while len(results) < at_least or (len(calls) <= 10 and len(results) < 1000):
+            results.append(run())
     finally:
         sys.setswitchinterval(interval)
         done.set()
@@ -545,6 +538,20 @@ def test_a_thread_that_keeps_calling_the_experts_neither_disturbs_a_merge_nor_is
     assert not errors
     assert len(calls) > 10
     assert all(calls)
+    return results
+
+
+def test_a_thread_that_keeps_calling_the_experts_neither_disturbs_a_merge_nor_is_disturbed() -> None:
+    """From before the probe to after the last hook is removed; the hooks come and go while the thread calls."""
+    experts, inputs = experts_of(lambda seed: PicoMLP(seed=seed, depth=6)), vectors()
+    method = CrossMeanAlgorithm(num_calibration_samples=24, batch_size=6)
+    expected = method.run(experts, inputs).state_dict()
+    expert, x = experts["digits"], inputs["digits"]
+    with torch.no_grad():
+        output = expert(x)
+    merges = results_beside_a_thread(
+        lambda: method.run(experts, inputs).state_dict(), lambda: torch.equal(expert(x), output), at_least=2
+    )
     for merged in merges:
         assert all(torch.equal(merged[key], expected[key]) for key in expected)
 
@@ -560,31 +567,7 @@ def test_a_thread_that_keeps_calling_a_module_neither_disturbs_a_walk_over_it_no
 
     with torch.no_grad():
         output, expected = module(x), walk()
-        done, calls, errors = threading.Event(), [], []
-
-        def work() -> None:
-            try:
-                with torch.no_grad():
-                    while not done.is_set():
-                        calls.append(torch.equal(module(x), output))
-            except BaseException as error:  # noqa: BLE001  (a thread's errors are lost otherwise)
-                errors.append(error)
-
-        thread = threading.Thread(target=work)
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(1e-4)
-        thread.start()
-        try:
-            walks = []
-            while len(walks) < 5 or (len(calls) <= 10 and len(walks) < 1000):
-                walks.append(walk())
-        finally:
-            sys.setswitchinterval(interval)
-            done.set()
-            thread.join(timeout=60)
-    assert not errors
-    assert len(calls) > 10
-    assert all(calls)
+        walks = results_beside_a_thread(walk, lambda: torch.equal(module(x), output), at_least=5)
     assert not list(hooks_of(module))
     assert len(expected) == 6
     for inputs in walks:
