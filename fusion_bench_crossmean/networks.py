@@ -93,8 +93,7 @@ class Networks:
         self._cache[key] = made = {
             name: kept[name] if name in kept else self._tensor(name, task, path_point) for name in wanted
         }
-        for name in self._loaded.keys() - made.keys():
-            self._slots[name].data = placeholder(self._merged[name], self.device, self._slots[name].dtype)
+        self._empty(self._loaded.keys() - made.keys())
         for name, tensor in made.items():
             if self._loaded.get(name) is not tensor:
                 self._slots[name].data = tensor
@@ -102,8 +101,7 @@ class Networks:
 
     def unload(self) -> None:
         """The runner holds NaN everywhere, and nothing made for it is kept."""
-        for name in self._loaded:
-            self._slots[name].data = placeholder(self._merged[name], self.device, self._slots[name].dtype)
+        self._empty(self._loaded)
         self._loaded = {}
         self._cache.clear()
 
@@ -147,6 +145,10 @@ class Networks:
         for name, parameter in merged.named_parameters():
             parameter.requires_grad_(self._requires_grad[name])
         return merged
+
+    def _empty(self, names: Collection[str]) -> None:
+        for name in names:
+            self._slots[name].data = placeholder(self._merged[name], self.device, self._slots[name].dtype)
 
     def _tensor(self, name: str, task: str, path_point: float) -> Tensor:
         """One tensor of a network, a new one unless it can be used as it is stored."""

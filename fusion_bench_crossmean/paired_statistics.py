@@ -123,7 +123,7 @@ def accumulate(
         if sums is None:
             rows = None if num_batches is None else len(left) * num_batches
             forms = rows is None or weight is None or bilinear_is_cheaper(rows, *weight.T.shape)
-            sums = Sums(left, right, weight, forms=forms, workspace=workspace)
+            sums = Sums(left, weight, same=right is left, forms=forms, workspace=workspace)
         sums.add(left, right)
     if sums is None:
         raise ValueError("There are no inputs to sum: the calibration set of a task is empty.")
@@ -133,17 +133,9 @@ def accumulate(
 class Sums:
     """The running sums of `accumulate`."""
 
-    def __init__(
-        self,
-        left: Tensor,
-        right: Tensor | Sequence[Tensor],
-        weight: Tensor | None,
-        *,
-        forms: bool,
-        workspace: Workspace,
-    ) -> None:
+    def __init__(self, left: Tensor, weight: Tensor | None, *, same: bool, forms: bool, workspace: Workspace) -> None:
         self.dtype = torch.promote_types(left.dtype, torch.float32)
-        self.same = right is left
+        self.same = same
         self.workspace = workspace
         width, device = left.shape[1], left.device
         self.gram = workspace.zeros("gram", (width, width), self.dtype, device)
@@ -154,11 +146,6 @@ class Sums:
             self.bilinear = self.gram
         elif forms:
             self.bilinear = workspace.zeros("bilinear", (width, width), self.dtype, device)
-        else:
-            assert self.transposed is not None
-            self.directions = directions_for(self._upcast("left", left), self._upcast("right", right))
-            self.factor = torch.cat([self.transposed, self.directions], 1)
-            self.product = workspace.zeros("product", tuple(self.factor.shape), self.dtype, device)
         self.diagonal = torch.zeros(width, dtype=self.dtype, device=device)
         self.right_energy = torch.zeros((), dtype=torch.float64, device=device)  # read once: that waits for a GPU
         self.rows = 0
@@ -168,14 +155,24 @@ class Sums:
         left = self._upcast("left", left)
         right = left if self.same else self._upcast("right", right)
         add_gram(self.gram, left)
-        if self.factor is not None and self.product is not None:
-            self.product.addmm_(left.T, right @ self.factor)
+        if self.bilinear is None:
+            factor, product = self._factor_and_product(left, right)
+            product.addmm_(left.T, right @ factor)
             for some_left, some_right in zip(left.split(CACHED_ROWS), right.split(CACHED_ROWS), strict=True):
                 self.diagonal += (some_left * some_right).sum(0)
-        elif self.bilinear is not None and not self.same:
+        elif not self.same:
             self.bilinear.addmm_(left.T, right)
         self.right_energy += right.norm().double().square()
         self.rows += left.shape[0]
+
+    def _factor_and_product(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """``[W' V]`` and the sum of ``L' R [W' V]``; the first batch tells the directions V."""
+        if self.factor is None or self.product is None:
+            assert self.transposed is not None
+            self.directions = directions_for(left, right)
+            self.factor = torch.cat([self.transposed, self.directions], 1)
+            self.product = self.workspace.zeros("product", tuple(self.factor.shape), self.dtype, left.device)
+        return self.factor, self.product
 
     def _upcast(self, role: str, inputs: Tensor | Sequence[Tensor]) -> Tensor:
         """The inputs, or their mean, in the dtype of the sums; if that is a new tensor, it is valid until the next."""

@@ -165,6 +165,7 @@ class Walker:
     def inputs_at(self, task: str, layer: str, stop: str) -> Iterator[Inputs]:
         """What `layer` receives, batch by batch, from forwards that wait at `stop`."""
         points = self.networks.path_points
+        used = None if stop == layer else self.course.used_between(stop, layer)
         for index, batch in enumerate(self.calibration[task]):
             waiting = {point: self._waiting[task, index, point] for point in points}
             with contextlib.ExitStack() as stack:
@@ -172,15 +173,17 @@ class Walker:
                     stack.enter_context(waiting[point].at_hand())
                 stack.callback(self._end_replays)
                 reached = {point: waiting[point].arguments for point in points}
-                if stop != layer:
+                if used is not None:
                     began = time.perf_counter()
-                    reached = {point: self._replay(waiting[point], task, point, stop, layer) for point in points}
+                    reached = {point: self._replay(waiting[point], task, point, used, stop, layer) for point in points}
                     self.replay_seconds += time.perf_counter() - began
                 yield {point: batch.rows(input_of(*arguments)) for point, arguments in reached.items()}
 
-    def _replay(self, waiting: Waiting, task: str, point: float, block: str, layer: str) -> Arguments:
+    def _replay(
+        self, waiting: Waiting, task: str, point: float, used: Collection[str], block: str, layer: str
+    ) -> Arguments:
         """Runs a block's beginning again, from the inputs that wait in front of it, up to `layer`."""
-        self.networks.load(task, point, self.course.used_between(block, layer))
+        self.networks.load(task, point, used)
         module = self.networks.network(task, point).get_submodule(block)
         args, kwargs = waiting.arguments
         # Not called as a module: its pre-hooks have already run.
