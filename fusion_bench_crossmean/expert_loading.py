@@ -26,14 +26,12 @@ class Experts:
         weights: task -> the expert's tensors.
         template: a model without values: the pool's pretrained one, without that its first expert. The merged model
             is built like it.
-        has_pretrained: whether the template is the pretrained model.
         dtype: the one floating-point dtype of all experts' parameters, None where they differ.
         template_dtype: the same of the pretrained model; without one it is `dtype`.
     """
 
     weights: dict[str, Weights]
     template: nn.Module
-    has_pretrained: bool
     dtype: torch.dtype | None
     template_dtype: torch.dtype | None
 
@@ -41,7 +39,7 @@ class Experts:
 def load_experts(
     modelpool: BaseModelPool,
     fits: Callable[[int], bool],
-    new_file: Callable[[str], Path],
+    new_file: Callable[[], Path],
     progress: Callable[[Iterable[str], str], Iterable[str]] = lambda items, _: items,
 ) -> Experts:
     """Every expert of the pool and its pretrained model, one whole model at a time.
@@ -49,11 +47,11 @@ def load_experts(
     Args:
         modelpool: FusionBench's pool.
         fits: whether all experts' tensors, so many bytes, may stay in memory.
-        new_file: where to store a task's expert that neither may nor has a checkpoint to be read from.
+        new_file: where to store an expert that neither may nor has a checkpoint to be read from.
         progress: wraps the tasks; called with them and a description.
 
     Raises:
-        TypeError, ValueError: an expert that is none, or does not fit the others; see `check_experts`.
+        TypeError, ValueError: an expert that is none, or does not fit the others; see `check_expert`.
     """
     tasks = modelpool.model_names
     if not tasks:
@@ -73,19 +71,19 @@ def load_experts(
         # What the pool holds itself would not leave memory by being read from elsewhere.
         stored = None if modelpool.has_instance_models else checkpoint_of(expert)
         if stored is None and not in_memory:
-            stored = StoredWeights.write(new_file(task), tensors)
+            stored = StoredWeights.write(new_file(), tensors)
         weights[task] = tensors if stored is None else stored
         del expert, tensors
     assert reference is not None
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     if not modelpool.has_pretrained:
-        return Experts(weights, reference[1], has_pretrained=False, dtype=dtype, template_dtype=dtype)
+        return Experts(weights, reference[1], dtype=dtype, template_dtype=dtype)
     pretrained = modelpool.load_model("_pretrained_")
     check_expert("_pretrained_", pretrained, reference)
     dtypes = parameter_dtypes(pretrained)
     template_dtype = dtypes.pop() if len(dtypes) == 1 else None
     template = without_values(pretrained)
-    return Experts(weights, template, has_pretrained=True, dtype=dtype, template_dtype=template_dtype)
+    return Experts(weights, template, dtype=dtype, template_dtype=template_dtype)
 
 
 def without_values(network: nn.Module) -> nn.Module:

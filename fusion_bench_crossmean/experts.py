@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,30 +16,18 @@ FUNCTIONAL_CONFIG = ("hidden_act", "num_attention_heads", "layer_norm_eps")
 NO_EXPERTS = "The pool has no experts: there is nothing to merge. Add models to modelpool.models."
 
 
-def check_experts(experts: Mapping[str, nn.Module]) -> None:
-    """Refuses experts that cannot be merged, before anything is computed.
+def check_expert(name: str, expert: nn.Module, reference: tuple[str, nn.Module] | None) -> None:
+    """Refuses an expert that cannot be merged, by itself or beside `reference`.
 
     Args:
-        experts: model name -> model; the first is what the others are compared with.
+        name: of the model.
+        expert: the model.
+        reference: another's name and module, whose values do not matter; None for the first.
 
     Raises:
-        TypeError: an expert that is no module.
-        ValueError: none at all; tensors missing in one or of another shape; another activation or architecture;
-            NaN or infinity in a weight; integer buffers that disagree.
-    """
-    if not experts:
-        raise ValueError(NO_EXPERTS)
-    reference: tuple[str, nn.Module] | None = None
-    for name, expert in experts.items():
-        check_expert(name, expert, reference)
-        reference = reference or (name, expert)
-
-
-def check_expert(name: str, expert: nn.Module, reference: tuple[str, nn.Module] | None) -> None:
-    """Refuses one expert by itself, or beside `reference`: another's name and module, whose values do not matter.
-
-    Raises:
-        TypeError, ValueError: see `check_experts`.
+        TypeError: it is no module.
+        ValueError: tensors missing in one or of another shape; another activation or architecture; NaN or infinity in
+            a weight; integer buffers that disagree.
     """
     if not isinstance(expert, nn.Module):
         raise TypeError(

@@ -28,7 +28,7 @@ class Networks:
     copied, integer buffers are copied. Use it as a context manager: leaving restores what running needs switched.
 
     Args:
-        experts: task -> its tensors, all of one architecture; see `check_experts`. They are only read.
+        experts: task -> its tensors, all of one architecture; see `check_expert`. They are only read.
         path_points: s of the networks that run, each in [0, 1]; 0 is the merged network, 1 the expert.
         template: gives the merged network its structure, modes and integer buffers; its floating-point values are
             not used.
@@ -178,7 +178,7 @@ def average_into(target: Mapping[str, Tensor], experts: Sequence[Weights]) -> No
     for name, tensor in target.items():
         values = [expert[name].detach().to(tensor.device) for expert in experts if name in expert]
         if not values:
-            continue  # an integer buffer that no expert stores; check_experts refused anything else
+            continue  # an integer buffer that no expert stores; check_expert refused anything else
         first, *others = values
         if all(value.dtype == first.dtype and torch.equal(first, value) for value in others):
             tensor.copy_(first)

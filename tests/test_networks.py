@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fusion_bench_crossmean import CrossMeanAlgorithm
 from fusion_bench_crossmean.coverage import LayerGroup
-from fusion_bench_crossmean.experts import activation_of, check_experts
+from fusion_bench_crossmean.experts import activation_of, check_expert
 from fusion_bench_crossmean.networks import Networks, average_into, ready_to_run
 from fusion_bench_crossmean.weights import tensors_of
 
@@ -266,8 +266,10 @@ def test_the_activation_is_stated_as_config_and_class(hidden_act: str, named: st
 
 
 def test_experts_that_fit_are_accepted() -> None:
-    check_experts(pico_experts(3) | {"_pretrained_": pico_clip(seed=9)})
-    check_experts(mlps())
+    for experts in (pico_experts(3) | {"_pretrained_": pico_clip(seed=9)}, mlps()):
+        reference = next(iter(experts.items()))
+        for name, expert in experts.items():
+            check_expert(name, expert, reference)
 
 
 # One checkpoint, several layouts

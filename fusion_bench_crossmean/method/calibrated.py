@@ -158,7 +158,7 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
                 experts = load_experts(
                     modelpool,
                     fits=self._experts_fit,
-                    new_file=lambda _: Path(folder) / f"{next(numbers)}.safetensors",
+                    new_file=lambda: Path(folder) / f"{next(numbers)}.safetensors",
                     progress=self.progress,
                 )
                 layers = covered_layers(experts.template, self.coverage)
