@@ -35,7 +35,9 @@ from tqdm.auto import tqdm
 
 from fusion_bench_crossmean.report import environment, written_whole
 
-COUNTED = ("crossmean_mlp", "fusion_bench_regmean")
+#: Whose memory is measured, and whose operations are counted.
+WEIGHED = ("crossmean_mlp", "fusion_bench_regmean")
+COUNTED = (*WEIGHED, "alignment_criterion_mlp")
 
 
 @dataclass
@@ -46,6 +48,7 @@ class Measurement:
         seconds: run -> one time per repeat.
         stages: run -> seconds per stage of its last repeat, where the algorithm reports them.
         operations: method -> kind -> dtype -> operations.
+        profiles: method -> kind -> seconds inside those operations, in the run that counts them.
         rates: dtype -> operations per second, one per repeat.
         peaks: method -> peak memory in GiB.
     """
@@ -53,6 +56,7 @@ class Measurement:
     seconds: dict[Run, list[float]] = field(default_factory=dict)
     stages: dict[Run, dict[str, float]] = field(default_factory=dict)
     operations: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    profiles: dict[str, dict[str, float]] = field(default_factory=dict)
     rates: dict[str, list[float]] = field(default_factory=dict)
     peaks: dict[str, dict[str, float]] = field(default_factory=dict)
 
@@ -132,7 +136,8 @@ def measure(
     methods = list(dict.fromkeys(run.method for run in runs))
     # The rates of a repeat are unknown until the dtypes are: the bar counts two.
     cells = len(methods) + arguments.repeats * (len(runs) + 2 * counts_operations)
-    bench = Bench(arguments.device, cells + len(COUNTED) * (counts_operations + ("peak_memory" in arguments.rows)))
+    weighs = "peak_memory" in arguments.rows
+    bench = Bench(arguments.device, cells + len(COUNTED) * counts_operations + len(WEIGHED) * weighs)
     for opened in (warm_up, workload, *(run.workload for run in runs)):
         bench.open(opened)
     found = Measurement(seconds={run: [] for run in runs})
@@ -142,7 +147,7 @@ def measure(
     if counts_operations:
         for method in COUNTED:
             counter = bench.counted(Run(method, workload))
-            found.operations[method] = counter.by_kind()
+            found.operations[method], found.profiles[method] = counter.by_kind(), dict(counter.seconds)
             if method == "crossmean_mlp":
                 dtypes = list(counter.by_dtype())
         found.rates = {dtype: [] for dtype in dtypes}
@@ -152,8 +157,8 @@ def measure(
         for run in runs:
             seconds, found.stages[run] = bench.timed(run)
             found.seconds[run].append(seconds)
-    if "peak_memory" in arguments.rows:
-        found.peaks = {method: bench.peak(Run(method, workload)) for method in COUNTED}
+    if weighs:
+        found.peaks = {method: bench.peak(Run(method, workload)) for method in WEIGHED}
     bench.bar.update()
     bench.bar.close()
     return found
@@ -209,20 +214,24 @@ def markdown(rows: Sequence[Row], found: Measurement, described: Mapping[str, An
     if times:
         lines += ["", *table(["method", "workload", "seconds", "stages (last repeat)"], times)]
     counted = [
-        [METHODS[method].label, kind, dtype, f"{operations / 1e9:.1f}"]
-        for method, kinds in found.operations.items()
-        for kind, counts in kinds.items()
-        for dtype, operations in counts.items()
+        [METHODS[method].label, kind, per_dtype(found.operations[method].get(kind, {})), f"{seconds:.2f}"]
+        for method, profile in found.profiles.items()
+        for kind, seconds in sorted(profile.items(), key=lambda item: -item[1])
     ]
     if counted:
-        rates = ", ".join(f"{dtype} {statistics.median(each) / 1e9:.0f}" for dtype, each in found.rates.items())
-        lines += ["", *table(["method", "kind", "dtype", "operations (1e9)"], counted)]
+        rates = per_dtype({dtype: statistics.median(each) for dtype, each in found.rates.items()})
+        lines += ["", *table(["method", "kind", "operations (1e9)", "seconds inside them"], counted)]
         lines += ["", f"Rates of a large product (1e9 per second): {rates}."]
     if found.peaks:
         parts = [f"{METHODS[m].label} {p['peak_gib']:.2f} ({p['before_gib']:.2f})" for m, p in found.peaks.items()]
         lines += ["", f"Peak memory in GiB (before the merge): {', '.join(parts)}."]
     lines += ["", "; ".join(f"{key}: {value}" for key, value in described.items()) + "."]
     return "\n".join(lines) + "\n"
+
+
+def per_dtype(operations: Mapping[str, float]) -> str:
+    """Operations, in 1e9, for a cell."""
+    return ", ".join(f"{dtype} {count / 1e9:.1f}" for dtype, count in operations.items())
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -246,6 +255,7 @@ def write(output: Path, rows: Sequence[Row], found: Measurement, described: Mapp
             for run, seconds in found.seconds.items()
         ],
         "operations": found.operations,
+        "profiles": found.profiles,
         "rates": found.rates,
         "peak_memory": found.peaks,
     }

@@ -1,7 +1,8 @@
 """Counts the floating-point operations of a run, and measures how many of them the machine does in a second.
 
 A multiplication and an addition count as two. What is counted is what reaches PyTorch's dispatcher in the calling
-thread, and scipy's Cholesky factorisations; element-wise operations are not.
+thread, and scipy's Cholesky factorisations. Element-wise operations do not count: what bounds them is memory; the time
+they take is told.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import functools
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -30,6 +31,8 @@ PRODUCTS = {
     "convolution": "convolutions",
 }
 ATTENTION = "_scaled_dot_product"
+#: Kind of everything that is not counted.
+ELEMENTWISE = "element-wise operations, copies and sums"
 
 #: Kind and count of one call from its tensors; n is the size of the system, m its number of right-hand sides.
 FACTORISATIONS: dict[str, tuple[str, Callable[[list[Tensor]], float]]] = {
@@ -44,17 +47,31 @@ FACTORISATIONS: dict[str, tuple[str, Callable[[list[Tensor]], float]]] = {
 RATE_SHAPE = (3072, 3200, 3072)
 
 
+def kind_of(name: str) -> str:
+    """The kind of an operator from its name without its trailing underscore."""
+    if name in PRODUCTS:
+        return PRODUCTS[name]
+    if name.startswith(ATTENTION) and "backward" not in name:
+        return "attention"
+    return FACTORISATIONS[name][0] if name in FACTORISATIONS else ELEMENTWISE
+
+
 def systems(matrix: Tensor) -> int:
     """How many matrices a batch holds."""
     return matrix.numel() // (matrix.shape[-1] * matrix.shape[-2])
 
 
 class OperationCounter(TorchDispatchMode):
-    """Counts inside its `with` block; `counts` maps kind -> dtype -> operations."""
+    """Counts inside its `with` block.
+
+    `counts` maps kind -> dtype -> operations, `seconds` kind -> time inside the operations, which is meaningful on a
+    CPU only: a GPU works on while the next one is called.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self.seconds: dict[str, float] = defaultdict(float)
         self._patches = contextlib.ExitStack()
 
     def __enter__(self) -> OperationCounter:
@@ -69,27 +86,35 @@ class OperationCounter(TorchDispatchMode):
 
     def _count_factor(self, factorise: Callable[..., Any], matrix: Any, *args: Any, **kwargs: Any) -> Any:
         self.counts["Cholesky factors"][str(matrix.dtype)] += len(matrix) ** 3 / 3
-        return factorise(matrix, *args, **kwargs)
+        with self._timed("Cholesky factors"):
+            return factorise(matrix, *args, **kwargs)
 
     def _count_solve(self, solve: Callable[..., Any], factor: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
         self.counts["Cholesky solves"][str(rhs.dtype)] += 2 * len(rhs) * rhs.size
-        return solve(factor, rhs, *args, **kwargs)
+        with self._timed("Cholesky solves"):
+            return solve(factor, rhs, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _timed(self, kind: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[kind] += time.perf_counter() - start
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
         name = func._overloadpacket.__name__.rstrip("_")
+        with self._timed(kind := kind_of(name)):
+            result = func(*args, **kwargs)
         tensors = [value for value in args if isinstance(value, Tensor)]
         if name in PRODUCTS:
             count = flop_registry[getattr(torch.ops.aten, name)](*args, **kwargs, out_val=result)
-            self._add(PRODUCTS[name], tensors[-1], count)
-        elif name.startswith(ATTENTION) and "backward" not in name:
-            self._add("attention", tensors[0], sdpa_flop_count(*(tensor.shape for tensor in tensors[:3])))
+            self._add(kind, tensors[-1], count)
+        elif kind == "attention":
+            self._add(kind, tensors[0], sdpa_flop_count(*(tensor.shape for tensor in tensors[:3])))
         elif name in FACTORISATIONS:
-            kind, formula = FACTORISATIONS[name]
-            self._add(kind, tensors[0], formula(tensors))
+            self._add(kind, tensors[0], FACTORISATIONS[name][1](tensors))
         return result
 
     def _add(self, kind: str, operand: Tensor, operations: float) -> None:

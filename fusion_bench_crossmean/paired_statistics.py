@@ -138,14 +138,14 @@ class Sums:
         self.same = same
         self.workspace = workspace
         width, device = left.shape[1], left.device
-        self.gram = workspace.zeros("gram", (width, width), self.dtype, device)
+        self.gram = workspace.empty("gram", (width, width), self.dtype, device)  # the first batch fills it
         self.bilinear = self.product = self.factor = self.directions = None
         # Contiguous, which element-wise operations on it need to be fast.
         self.transposed = None if weight is None else weight.T.to(self.dtype).contiguous()
         if self.same:
             self.bilinear = self.gram
         elif forms:
-            self.bilinear = workspace.zeros("bilinear", (width, width), self.dtype, device)
+            self.bilinear = workspace.empty("bilinear", (width, width), self.dtype, device)
         self.diagonal = torch.zeros(width, dtype=self.dtype, device=device)
         self.right_energy = torch.zeros((), dtype=torch.float64, device=device)  # read once: that waits for a GPU
         self.rows = 0
@@ -154,14 +154,15 @@ class Sums:
         """One batch."""
         left = self._upcast("left", left)
         right = left if self.same else self._upcast("right", right)
-        add_gram(self.gram, left)
+        keep = 0 if self.rows == 0 else 1  # nothing was summed before the first batch
+        add_gram(self.gram, left, keep)
         if self.bilinear is None:
             factor, product = self._factor_and_product(left, right)
-            product.addmm_(left.T, right @ factor)
+            product.addmm_(left.T, right @ factor, beta=keep)
             for some_left, some_right in zip(left.split(CACHED_ROWS), right.split(CACHED_ROWS), strict=True):
                 self.diagonal += (some_left * some_right).sum(0)
         elif not self.same:
-            self.bilinear.addmm_(left.T, right)
+            self.bilinear.addmm_(left.T, right, beta=keep)
         self.right_energy += right.norm().double().square()
         self.rows += left.shape[0]
 
@@ -171,7 +172,7 @@ class Sums:
             assert self.transposed is not None
             self.directions = directions_for(left, right)
             self.factor = torch.cat([self.transposed, self.directions], 1)
-            self.product = self.workspace.zeros("product", tuple(self.factor.shape), self.dtype, left.device)
+            self.product = self.workspace.empty("product", tuple(self.factor.shape), self.dtype, left.device)
         return self.factor, self.product
 
     def _upcast(self, role: str, inputs: Tensor | Sequence[Tensor]) -> Tensor:
@@ -206,11 +207,14 @@ class Sums:
         )
 
 
-def add_gram(gram: Tensor, rows: Tensor) -> None:
-    """Adds ``rows' rows`` to the blocks of `gram` on and above its diagonal: little more than half the products."""
+def add_gram(gram: Tensor, rows: Tensor, keep: float = 1) -> None:
+    """Adds ``rows' rows`` to the blocks of `gram` on and above its diagonal: little more than half the products.
+
+    `keep` is 0 where `gram` holds nothing yet.
+    """
     for start in range(0, len(gram), GRAM_BLOCK):
         end = start + GRAM_BLOCK
-        gram[start:end, start:].addmm_(rows[:, start:end].T, rows[:, start:])
+        gram[start:end, start:].addmm_(rows[:, start:end].T, rows[:, start:], beta=keep)
 
 
 def mirror_upper(gram: Tensor) -> None:
