@@ -14,7 +14,7 @@ import torch
 from fusion_bench.modelpool import BaseModelPool
 from torch import nn
 
-from fusion_bench_crossmean.experts import NO_EXPERTS, check_expert
+from fusion_bench_crossmean.expert_checks import check_expert
 from fusion_bench_crossmean.weights import StoredWeights, Weights, checkpoint_of, hollow, size_of, tensors_of
 
 
@@ -54,8 +54,6 @@ def load_experts(
         TypeError, ValueError: an expert that is none, or does not fit the others; see `check_expert`.
     """
     tasks = modelpool.model_names
-    if not tasks:
-        raise ValueError(NO_EXPERTS)
     weights: dict[str, Weights] = {}
     reference: tuple[str, nn.Module] | None = None
     dtypes: set[torch.dtype] = set()

@@ -238,7 +238,7 @@ def bytes_needed(features: int, outputs: int) -> int:
     """Memory that a layer's statistics and solution take at once, in bytes, with float32 sums.
 
     Three (in, in) sums and a scaled copy, and the left-hand side once more in float64, with the two copies that torch
-    makes to factorise it; four (in, out) matrices in float32, and two in float64.
+    makes to factorise it on a GPU (on a CPU they are a margin); four (in, out) matrices in float32, and two in float64.
     """
     return features * features * (4 * 4 + 3 * 8) + features * outputs * (4 * 4 + 2 * 8)
 

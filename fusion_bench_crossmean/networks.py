@@ -14,7 +14,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_crossmean.coverage import LayerGroup, shorten
+from fusion_bench_crossmean.coverage import LayerGroup
+from fusion_bench_crossmean.messages import shorten
 from fusion_bench_crossmean.weights import Weights, hollow, is_finite, placeholder, tensors_of
 
 #: Entries that make a transformers model record outputs by patching `forward`, which mixes up interleaved forwards.

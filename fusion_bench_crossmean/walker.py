@@ -13,17 +13,18 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
 
-from fusion_bench_crossmean.activation_store import ActivationStore, StoredInputs, StoreKind
+from fusion_bench_crossmean.activation_store import ActivationStore, StoredInputs
 from fusion_bench_crossmean.calibration import Batch
 from fusion_bench_crossmean.course import Course, observe
 from fusion_bench_crossmean.coverage import LayerGroup
 from fusion_bench_crossmean.forwards import Arguments, Forward, Pause, WalkError, input_of
+from fusion_bench_crossmean.memory import return_free_memory
 from fusion_bench_crossmean.recorder import leaves_of
-from fusion_bench_crossmean.workspace import return_free_memory
+from fusion_bench_crossmean.schedule import Schedule
 
 #: What a layer group receives from one calibration batch: path point -> inputs of shape (tokens, in).
 Inputs = dict[float, Tensor]
@@ -41,23 +42,6 @@ class NetworkSource(Protocol):
     def load(self, task: str, path_point: float, names: Collection[str] | None = None) -> None:
         """Called before a stretch of its forward: gives it the tensors called `names`, None: all of them."""
         ...
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """How a walk trades memory for time; the results are the same.
-
-    Args:
-        kind: `paused` keeps every forward at the layer group that is being solved. `replay` keeps it in front of the
-            block around that group, and runs the block's beginning again for every group, batch by batch.
-        store: where what `replay` keeps lies.
-        returns_memory: whether freed memory goes back to the system after every network's stretch, see
-            `return_free_memory`: it is needed again soon, which costs time, so only where memory is short.
-    """
-
-    kind: Literal["paused", "replay"] = "paused"
-    store: StoreKind = "device"
-    returns_memory: bool = False
 
 
 class Walker:

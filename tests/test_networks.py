@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fusion_bench_crossmean import CrossMeanAlgorithm
 from fusion_bench_crossmean.coverage import LayerGroup
-from fusion_bench_crossmean.experts import activation_of, check_expert
+from fusion_bench_crossmean.expert_checks import activation_of, check_expert
 from fusion_bench_crossmean.networks import Networks, average_into, ready_to_run
 from fusion_bench_crossmean.weights import tensors_of
 
