@@ -14,8 +14,8 @@ from torch import nn
 
 from fusion_bench_crossmean.calibration import Batch
 from fusion_bench_crossmean.coverage import LayerGroup
-from fusion_bench_crossmean.messages import shorten
 from fusion_bench_crossmean.forwards import NO_KEYWORDS, WalkError
+from fusion_bench_crossmean.messages import shorten
 from fusion_bench_crossmean.recorder import Recorder, Stop, version_of
 
 

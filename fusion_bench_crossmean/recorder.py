@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fusion_bench_crossmean.calibration import Batch
-from fusion_bench_crossmean.messages import shorten
 from fusion_bench_crossmean.forwards import input_of
+from fusion_bench_crossmean.messages import shorten
 from fusion_bench_crossmean.weights import tensors_of
 
 

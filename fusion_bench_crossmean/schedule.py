@@ -15,7 +15,9 @@ from fusion_bench_crossmean.weights import Weights
 log = logging.getLogger(__name__)
 
 #: What helps where memory is short.
-ADVICE = "lower num_calibration_samples or batch_size, set precision=mixed, or leave schedule and activation_store at auto"
+ADVICE = (
+    "lower num_calibration_samples or batch_size, set precision=mixed, or leave schedule and activation_store at auto"
+)
 
 #: How much more than what is in use a heap may hold, for the holes in it (1.8 times was seen).
 HOLES = 2.0
@@ -105,7 +107,8 @@ def choose_schedule(
         and not (schedule.kind == "replay" and kind == "auto" and need.course.obstacle)
     ]
     if not allowed:
-        log.warning("activation_store=%s has nothing to store: %s, so forwards are paused.", store, need.course.obstacle)
+        obstacle = need.course.obstacle
+        log.warning("activation_store=%s has nothing to store: %s, so forwards are paused.", store, obstacle)
         allowed = [Schedule("paused")]
     fitting = [schedule for schedule in allowed if need.bytes_for(schedule) <= memory.free]
     if not fitting and is_budget:

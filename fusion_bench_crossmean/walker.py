@@ -11,7 +11,6 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 

@@ -20,8 +20,8 @@ from tqdm.auto import tqdm
 from fusion_bench_crossmean.calibration import load_calibration, open_datasets, source_for
 from fusion_bench_crossmean.course import Course
 from fusion_bench_crossmean.coverage import Coverage, covered_layers
-from fusion_bench_crossmean.expert_loading import load_experts
 from fusion_bench_crossmean.expert_checks import NO_EXPERTS, activation_of
+from fusion_bench_crossmean.expert_loading import load_experts
 from fusion_bench_crossmean.memory import memory_of
 from fusion_bench_crossmean.method.material import Material
 from fusion_bench_crossmean.method.settings import check_choice, check_integer, check_number
@@ -53,8 +53,8 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
         token_dropout: fraction of the calibration tokens left out of every statistic at random, in [0, 1); an
             ablation, 0 is off.
         precision: `full`: forwards in the experts' common dtype (float32 where they differ), full float32 products.
-            `mixed`: forwards in bfloat16, products as torch's float32 precision `medium` (bfloat16 operands where the CPU has
-            them, TF32 on CUDA); sums stay float32 and solutions float64.
+            `mixed`: forwards in bfloat16, products as torch's float32 precision `medium` (bfloat16 operands where the
+            CPU has them, TF32 on CUDA); sums stay float32 and solutions float64.
         schedule: `paused` holds every forward's activations, `replay` only the inputs of the current block and runs its
             beginning again for every layer in it; `auto` takes the first that fits into memory. Results are equal.
         activation_store: where `replay` keeps blocks' inputs: `device`, `cpu` (on a CPU the same) or `disk`; `auto` as
