@@ -123,11 +123,16 @@ class LinearSystem:
             The task's sums, unreduced; valid until the next task is added.
 
         Raises:
-            SingularSystemError: the inputs hold NaN or infinity.
+            SingularSystemError: the inputs hold NaN or infinity, or no row.
         """
         ablation = self.symmetric_weight or self.gram_shrinkage
         weight = None if ablation else expert_weight
         statistics = accumulate(pairs, weight, num_batches, self.workspace)
+        if not statistics.rows:
+            raise SingularSystemError(
+                f"Layer {self.name!r}: no token of task {task!r} counts. Check its attention masks, or lower "
+                "token_dropout."
+            )
         gram, diagonal, product = statistics.gram, statistics.diagonal, statistics.product
         transposed = statistics.transposed
         if ablation:
