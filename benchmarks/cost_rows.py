@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from merge_methods import METHODS, Workload, is_available
+from merge_methods import METHODS, Workload
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,6 @@ class Comparison:
     denominator: Run
     paper: float | None = None
     target: float | None = None
-
-    @property
-    def is_available(self) -> bool:
-        return is_available(self.numerator.method) and is_available(self.denominator.method)
 
 
 @dataclass(frozen=True)
@@ -147,8 +143,6 @@ def comparisons(
 def ratio_row(comparison: Comparison, seconds: Mapping[Run, Sequence[float]]) -> Row:
     """The median over the repeats of the ratio within a repeat: a slow minute of the machine is in both halves."""
     row = Row(comparison.name, comparison.label, comparison.paper, comparison.target)
-    if not comparison.is_available:
-        return replace(row, note="not available in this version")
     times = seconds[comparison.numerator], seconds[comparison.denominator]
     ratios = [ours / theirs for ours, theirs in zip(*times, strict=True)]
     return replace(row, measured=statistics.median(ratios), lowest=min(ratios), highest=max(ratios))

@@ -120,11 +120,6 @@ METHODS = {
 }
 
 
-def is_available(method: str) -> bool:
-    """Whether this version of the package has the method."""
-    return method != "crossmean_mixed" or "precision" in ours.CrossMeanAlgorithm.setting_names()
-
-
 @dataclass(frozen=True)
 class Workload:
     """What is merged.

@@ -34,9 +34,15 @@ class StoredInputs:
         self._path = path
         self._contents = list(contents) if path is None else []
         if path is not None:
-            with path.open("wb") as file:
-                for content in contents:
-                    content.numpy().tofile(file)
+            try:
+                with path.open("wb") as file:
+                    for content in contents:
+                        content.numpy().tofile(file)
+            except OSError as error:
+                raise OSError(
+                    f"The activations that wait cannot be written to {path.parent}: {error}. Point TMPDIR at a folder "
+                    "with more space, or set activation_store=device."
+                ) from error
 
     def put_away(self) -> None:
         """Frees the tensors' memory."""

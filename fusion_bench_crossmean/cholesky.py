@@ -55,7 +55,7 @@ def factorise(matrix: Tensor) -> CholeskyFactor | None:
 
 
 def numerical_rank(gram: Tensor, bound: int, workspace: Workspace | None = None) -> int:
-    """Numerical rank of a Gram matrix, shape (n, n), that was summed in its own dtype.
+    """Numerical rank of a Gram matrix, shape (n, n), that was summed in its own dtype; below n / 2 a bound of it.
 
     What counts is how much of a feature the others leave unexplained: scaled to a unit diagonal, pivots of a pivoted
     factorisation (LAPACK dpstrf) below ``4 n eps`` are null. In the usual case, that of full rank, there is no need

@@ -13,9 +13,10 @@ import greenlet
 from torch import nn
 
 from fusion_bench_crossmean.calibration import Batch
-from fusion_bench_crossmean.coverage import LayerGroup, shorten
+from fusion_bench_crossmean.coverage import LayerGroup
 from fusion_bench_crossmean.forwards import NO_KEYWORDS, WalkError
-from fusion_bench_crossmean.recorder import Recorder, Stop, version_of
+from fusion_bench_crossmean.messages import shorten
+from fusion_bench_crossmean.recorder import Recorder, Stop, leaves_of, version_of
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ def observe(network: nn.Module, batch: Batch, layers: Sequence[str]) -> Course:
             f"The forward uses a view (a slice, a transpose) of the weight of {shorten(sorted(recorder.stale))} that "
             "it took before that layer was solved. Let it take the view where it uses it."
         )
+    check_nothing_kept(network, batch, recorder)
     check_reached([name for group in recorder.groups for name in group], layers)
     groups = [LayerGroup(tuple(names)) for names in recorder.groups]
     return Course(
@@ -114,6 +116,24 @@ def observe(network: nn.Module, batch: Batch, layers: Sequence[str]) -> Course:
         batch.size,
         recorder.obstacle(block_of),
     )
+
+
+def check_nothing_kept(network: nn.Module, batch: Batch, recorder: Recorder) -> None:
+    """Raises `WalkError` where a forward leaves in the network what the forward of another one or batch would use."""
+    passed_on, cached = recorder.kept(as_cache=False), recorder.kept(as_cache=True)
+    if cached:  # those that every forward computes anew do not matter
+        batch.run(network)
+        for name, tensors in cached.items():
+            owner, _, key = name.rpartition(".")
+            now = {id(tensor) for tensor in leaves_of(vars(network.get_submodule(owner)).get(key))}
+            if now & {id(tensor) for tensor in tensors}:
+                passed_on[name] = tensors
+    if passed_on:
+        raise WalkError(
+            f"The forward leaves values in {shorten(sorted(passed_on))} that depend on weights or inputs, and another "
+            "network's or batch's forward would use them. Let it hand them on as arguments, or compute them where it "
+            "uses them."
+        )
 
 
 def blocks_around(network: nn.Module, layers: Sequence[str]) -> dict[str, str | None]:

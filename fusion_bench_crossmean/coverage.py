@@ -10,6 +10,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from fusion_bench_crossmean.messages import shorten
+
 Coverage = Literal["mlp", "full"]
 
 #: A linear layer below a module called `mlp` (CLIP, SigLIP, GPT-2, Llama, ...) belongs to a block's MLP. A family
@@ -109,14 +111,3 @@ def tied_parameters(network: nn.Module) -> set[tuple[str, ...]]:
     for name, parameter in network.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)
     return {tuple(names) for names in owners.values() if len(names) > 1}
-
-
-def shorten(names: Sequence[str], limit: int = 8) -> str:
-    """Names for a message: the first few in quotes, and how many more.
-
-    Example:
-        >>> shorten(["a", "b", "c"], limit=2)
-        "'a', 'b' and 1 more"
-    """
-    shown = ", ".join(repr(name) for name in names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -8,6 +8,7 @@ RegMean gain more over RegMean (CrossMean, arXiv 2610.14762, Section 4).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -61,12 +62,21 @@ class Criterion:
 
 
 def measure(walk: Iterable[tuple[LayerGroup, Mapping[str, Iterable[Inputs]]]]) -> Criterion:
-    """The criterion from a walk over the averaged model (path point 0) and the experts (path point 1)."""
+    """The criterion from a walk over the averaged model (path point 0) and the experts (path point 1).
+
+    Raises:
+        ArithmeticError: the inputs of a layer hold NaN or infinity.
+    """
     layers, workspace = [], Workspace()
     for group, inputs in walk:
         alignment, drift = {}, {}
         for task, batches in inputs.items():
             sums = accumulate(((batch[0], batch[1]) for batch in batches), workspace=workspace)
+            if not (sums.gram.diagonal().sum().isfinite() and sums.diagonal.sum().isfinite()):
+                raise ArithmeticError(
+                    f"Layer {group.name!r}: the inputs of task {task!r} hold NaN or infinity. Check that expert's "
+                    "weights and calibration inputs, or load it in float32."
+                )
             alignment[task], drift[task] = sums.alignment(), sums.drift()
         layers.append(LayerAlignment(group, alignment, drift))
     return Criterion(layers)
@@ -79,6 +89,8 @@ def advice(rho: float) -> str:
     (README): far smaller networks, at rho 0.87 to 0.88. rho depends on backbone, coverage and tasks: a hint, not a
     promise.
     """
+    if math.isnan(rho):
+        return "rho could not be measured: the covered layers receive nothing but zeros."
     ours = "on our mini benchmark CrossMean gained 1.2 at rho 0.87 (full coverage) and nothing at 0.88 (mlp)"
     if rho < 0.915:
         return (

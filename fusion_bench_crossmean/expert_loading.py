@@ -14,8 +14,16 @@ import torch
 from fusion_bench.modelpool import BaseModelPool
 from torch import nn
 
-from fusion_bench_crossmean.experts import NO_EXPERTS, check_expert
-from fusion_bench_crossmean.weights import StoredWeights, Weights, checkpoint_of, hollow, size_of, tensors_of
+from fusion_bench_crossmean.expert_checks import check_expert
+from fusion_bench_crossmean.weights import (
+    StoredWeights,
+    Weights,
+    checkpoint_of,
+    hollow,
+    parameter_dtypes,
+    size_of,
+    tensors_of,
+)
 
 
 @dataclass(frozen=True)
@@ -54,8 +62,6 @@ def load_experts(
         TypeError, ValueError: an expert that is none, or does not fit the others; see `check_expert`.
     """
     tasks = modelpool.model_names
-    if not tasks:
-        raise ValueError(NO_EXPERTS)
     weights: dict[str, Weights] = {}
     reference: tuple[str, nn.Module] | None = None
     dtypes: set[torch.dtype] = set()
@@ -89,8 +95,3 @@ def load_experts(
 def without_values(network: nn.Module) -> nn.Module:
     """Its structure, on torch's meta device."""
     return hollow(network, lambda tensor: torch.empty_like(tensor, device="meta"))
-
-
-def parameter_dtypes(network: nn.Module) -> set[torch.dtype]:
-    """The floating-point dtypes of its parameters."""
-    return {parameter.dtype for parameter in network.parameters() if parameter.is_floating_point()}

@@ -123,11 +123,16 @@ class LinearSystem:
             The task's sums, unreduced; valid until the next task is added.
 
         Raises:
-            SingularSystemError: the inputs hold NaN or infinity.
+            SingularSystemError: the inputs hold NaN or infinity, or no row.
         """
         ablation = self.symmetric_weight or self.gram_shrinkage
         weight = None if ablation else expert_weight
         statistics = accumulate(pairs, weight, num_batches, self.workspace)
+        if not statistics.rows:
+            raise SingularSystemError(
+                f"Layer {self.name!r}: no token of task {task!r} counts. Check its attention masks, or lower "
+                "token_dropout."
+            )
         gram, diagonal, product = statistics.gram, statistics.diagonal, statistics.product
         transposed = statistics.transposed
         if ablation:
@@ -238,7 +243,7 @@ def bytes_needed(features: int, outputs: int) -> int:
     """Memory that a layer's statistics and solution take at once, in bytes, with float32 sums.
 
     Three (in, in) sums and a scaled copy, and the left-hand side once more in float64, with the two copies that torch
-    makes to factorise it; four (in, out) matrices in float32, and two in float64.
+    makes to factorise it on a GPU (on a CPU they are a margin); four (in, out) matrices in float32, and two in float64.
     """
     return features * features * (4 * 4 + 3 * 8) + features * outputs * (4 * 4 + 2 * 8)
 

@@ -8,17 +8,18 @@ network here; experts are read and never run, and the user's own modules stay as
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_crossmean.coverage import LayerGroup, shorten
-from fusion_bench_crossmean.weights import Weights, hollow, is_finite, placeholder, tensors_of
+from fusion_bench_crossmean.coverage import LayerGroup
+from fusion_bench_crossmean.messages import shorten
+from fusion_bench_crossmean.weights import Weights, hollow, is_finite, parameter_dtypes, placeholder, tensors_of
 
-#: Entries that make a transformers model record outputs by patching `forward`, which mixes up interleaved forwards.
-RECORDING_CONFIG = ("output_hidden_states", "output_attentions")
+#: Entries of a transformers config that make a forward keep something: recorded outputs (by patching `forward`, which
+#: mixes up interleaved forwards) and a cache of keys and values (which a block that runs twice fills twice).
+RECORDING_CONFIG = ("output_hidden_states", "output_attentions", "use_cache")
 
 
 class Networks:
@@ -53,13 +54,14 @@ class Networks:
         self.forward_dtype = forward_dtype or dtype
         self._requires_grad = {name: p.requires_grad for name, p in template.named_parameters()}
         self.merged = hollow(template, lambda t: torch.empty_like(t, device=self.device, dtype=self._dtype_of(t)))
-        # What is left: integer buffers, and those outside the state dict. Autocast would cache casts of parameters
-        # that need gradients, and these change under its feet.
-        self.merged = self.merged.to(self.device, self.dtype).eval().requires_grad_(requires_grad=False)
+        move_buffers(self.merged, self.device, parameter_dtypes(template), self.dtype)
+        # Autocast would cache casts of parameters that need gradients, and these change under its feet.
+        self.merged.eval().requires_grad_(requires_grad=False)
         average_into(tensors_of(self.merged), list(experts.values()))
         self._merged = tensors_of(self.merged)
         self.runner = hollow(self.merged, lambda t: placeholder(t, self.device, self._dtype_of(t, forward=True)))
-        self.runner = self.runner.to(self.forward_dtype).eval()
+        move_buffers(self.runner, self.device, {self.dtype}, self.forward_dtype)
+        self.runner.eval()
         self._slots = {name: slot for name, slot in tensors_of(self.runner).items() if slot.is_floating_point()}
         self._loaded: dict[str, Tensor] = {}
         self._cache: dict[tuple[str, float], dict[str, Tensor]] = {}
@@ -138,7 +140,11 @@ class Networks:
             ArithmeticError: a value overflows `dtype`.
         """
         self.unload()
-        merged = self.merged.to(dtype)
+        merged = self.merged
+        for tensor in tensors_of(merged).values():
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(dtype)
+        move_buffers(merged, self.device, {self.dtype}, dtype)
         bad = [k for k, t in merged.state_dict().items() if t.is_floating_point() and not is_finite(t)]
         if bad:
             raise ArithmeticError(f"The merged model overflows {dtype} in {shorten(bad)}. Use dtype=float32.")
@@ -169,25 +175,40 @@ class Networks:
         return self.forward_dtype if forward else self.dtype
 
 
+def move_buffers(
+    network: nn.Module, device: torch.device, followed: Collection[torch.dtype], dtype: torch.dtype
+) -> None:
+    """Brings what is no floating-point part of the state dict to `device`: integer buffers, and those outside of it.
+
+    Of the latter, those in one of the `followed` dtypes, the parameters' own, are cast to `dtype`. Others have theirs
+    for a reason, such as the float32 frequencies of rotary embeddings in a bfloat16 model.
+    """
+    network.to(device)
+    own = {id(tensor) for tensor in tensors_of(network).values()}
+    for module in network.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) not in own and buffer.dtype in followed:
+                module._buffers[key] = buffer.to(dtype)
+
+
 @torch.no_grad()
 def average_into(target: Mapping[str, Tensor], experts: Sequence[Weights]) -> None:
     """Sets every parameter and floating-point buffer of `target` to the mean over the experts.
 
-    What is equal in all experts is copied bit for bit, and so are integer and boolean buffers.
+    What is equal in all experts is copied bit for bit, and so are integer and boolean buffers. One expert's tensor is
+    read at a time.
     """
     for name, tensor in target.items():
-        values = [expert[name].detach().to(tensor.device) for expert in experts if name in expert]
-        if not values:
+        values = (expert[name].detach().to(tensor.device) for expert in experts if name in expert)
+        first = next(values, None)
+        if first is None:
             continue  # an integer buffer that no expert stores; check_expert refused anything else
-        first, *others = values
-        if all(value.dtype == first.dtype and torch.equal(first, value) for value in others):
-            tensor.copy_(first)
-        else:
-            accurate = functools.reduce(torch.promote_types, (v.dtype for v in values), torch.float32)
-            mean = first.to(accurate, copy=True)
-            for value in others:
-                mean += value
-            tensor.copy_(mean.div_(len(values)))
+        mean, count, is_equal = first.to(torch.promote_types(first.dtype, torch.float32), copy=True), 1, True
+        for value in values:
+            is_equal = is_equal and value.dtype == first.dtype and torch.equal(first, value)
+            mean = mean.to(torch.promote_types(mean.dtype, value.dtype)).add_(value)
+            count += 1
+        tensor.copy_(first if is_equal else mean.div_(count))
 
 
 @contextlib.contextmanager

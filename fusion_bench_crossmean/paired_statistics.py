@@ -18,7 +18,7 @@ InputPair = tuple[Tensor, Tensor | Sequence[Tensor]]
 GRAM_BLOCK = 384
 #: Rows whose products are summed at a time, in the cache.
 CACHED_ROWS = 64
-#: Random directions in which the alignment is measured where the bilinear statistic is never formed.
+#: Random directions, besides the mean inputs, in which the alignment is measured where C is never formed.
 NUM_PROBES = 16
 
 

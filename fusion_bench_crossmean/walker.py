@@ -11,19 +11,20 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from fusion_bench_crossmean.activation_store import ActivationStore, StoredInputs, StoreKind
+from fusion_bench_crossmean.activation_store import ActivationStore, StoredInputs
 from fusion_bench_crossmean.calibration import Batch
 from fusion_bench_crossmean.course import Course, observe
 from fusion_bench_crossmean.coverage import LayerGroup
 from fusion_bench_crossmean.forwards import Arguments, Forward, Pause, WalkError, input_of
-from fusion_bench_crossmean.recorder import leaves_of
-from fusion_bench_crossmean.workspace import return_free_memory
+from fusion_bench_crossmean.memory import return_free_memory
+from fusion_bench_crossmean.recorder import storages_of
+from fusion_bench_crossmean.schedule import Schedule
 
 #: What a layer group receives from one calibration batch: path point -> inputs of shape (tokens, in).
 Inputs = dict[float, Tensor]
@@ -41,23 +42,6 @@ class NetworkSource(Protocol):
     def load(self, task: str, path_point: float, names: Collection[str] | None = None) -> None:
         """Called before a stretch of its forward: gives it the tensors called `names`, None: all of them."""
         ...
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """How a walk trades memory for time; the results are the same.
-
-    Args:
-        kind: `paused` keeps every forward at the layer group that is being solved. `replay` keeps it in front of the
-            block around that group, and runs the block's beginning again for every group, batch by batch.
-        store: where what `replay` keeps lies.
-        returns_memory: whether freed memory goes back to the system after every network's stretch, see
-            `return_free_memory`: it is needed again soon, which costs time, so only where memory is short.
-    """
-
-    kind: Literal["paused", "replay"] = "paused"
-    store: StoreKind = "device"
-    returns_memory: bool = False
 
 
 class Walker:
@@ -156,8 +140,10 @@ class Walker:
         for task, batches in self.calibration.items():
             for point in self.networks.path_points:
                 self.networks.load(task, point, used)
-                for index in range(len(batches)):
-                    self._waiting[task, index, point].advance(stop, own)
+                module = self.networks.network(task, point)
+                shared = storages_of([*module.parameters(), *module.buffers()])
+                for index, batch in enumerate(batches):
+                    self._waiting[task, index, point].advance(stop, own, shared | storages_of(batch.tensors()))
                 if self.schedule.returns_memory:
                     return_free_memory()
         self.seconds += time.perf_counter() - began
@@ -207,14 +193,16 @@ class Waiting:
         self._path = store.new_path()
         self._stored: StoredInputs | None = None
 
-    def advance(self, stop: str, own: Collection[int]) -> None:
-        """Runs on to `stop` and puts away its `own` arguments there, see `Stop.own`."""
+    def advance(self, stop: str, own: Collection[int], shared: Collection[int]) -> None:
+        """Runs on to `stop` and puts away its `own` arguments there, see `Stop.own`, none of the `shared` storages."""
         if self._stored is not None:
             self._stored.bring_back()
         self._stored, self.arguments = None, ((), {})  # the forward frees them as it goes on
         self.arguments = self.forward.advance(stop)
         args, kwargs = self.arguments
-        tensors = [tensor for index, tensor in enumerate(leaves_of((args, dict(kwargs)))) if index in own]
+        leaves = [leaf for index, leaf in enumerate(tree_leaves((args, dict(kwargs)))) if index in own]
+        # In another batch another tensor may be in an argument's place.
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not storages_of([leaf]) & set(shared)]
         self._stored = self._store.hold(tensors, self._path)
         if self._stored is not None:
             self._stored.put_away()

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
+
+log = logging.getLogger(__name__)
 
 #: The tensors of one expert by name; a look-up may read from disk.
 Weights = Mapping[str, Tensor]
@@ -39,10 +42,14 @@ class StoredWeights(Weights):
 
     Args:
         places: name -> file and the tensor's name there.
+
+    Raises:
+        OSError: a file is gone, or another one than at first.
     """
 
     def __init__(self, places: Mapping[str, tuple[Path, str]]) -> None:
         self._places = places
+        self._stamps = {path: stamp_of(path) for path, _ in places.values()}
 
     @classmethod
     def write(cls, path: Path, tensors: Weights) -> StoredWeights:
@@ -59,6 +66,8 @@ class StoredWeights(Weights):
 
     def __getitem__(self, name: str) -> Tensor:
         path, key = self._places[name]
+        if stamp_of(path) != self._stamps[path]:
+            raise OSError(f"{path} was changed while its weights were in use. Run the merge again.")
         with safe_open(path, framework="pt") as file:
             return file.get_tensor(key)
 
@@ -85,7 +94,15 @@ def checkpoint_of(network: nn.Module) -> StoredWeights | None:
         return None
     if not found:
         return None
-    first = Path(found[0])
+    try:
+        return find_tensors(network, Path(found[0]))
+    except (OSError, ValueError, KeyError, SafetensorError) as error:  # not what its name says, or not whole
+        log.debug("%s is not read from: %s", found[0], error)
+        return None
+
+
+def find_tensors(network: nn.Module, first: Path) -> StoredWeights | None:
+    """The tensors of `network` in a safetensors file, or in those that an index names, if all of them are there."""
     files = [first]
     if first.suffix == ".json":
         shards = json.loads(first.read_text(encoding="utf-8"))["weight_map"].values()
@@ -105,6 +122,12 @@ def checkpoint_of(network: nn.Module) -> StoredWeights | None:
             return None
         places[name] = place
     return StoredWeights(places)
+
+
+def stamp_of(path: Path) -> tuple[int, int, int]:
+    """What tells a file from another one of the same name."""
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def is_stored_at(place: tuple[Path, str], tensor: Tensor) -> bool:
@@ -142,3 +165,8 @@ def size_of(tensors: Weights) -> int:
 def is_finite(tensor: Tensor) -> bool:
     """Whether there is neither NaN nor infinity, which a sum shows; only a sum that overflows needs a second look."""
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+
+
+def parameter_dtypes(network: nn.Module) -> set[torch.dtype]:
+    """The floating-point dtypes of its parameters."""
+    return {parameter.dtype for parameter in network.parameters() if parameter.is_floating_point()}

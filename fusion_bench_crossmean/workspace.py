@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -28,20 +25,3 @@ class Workspace:
     def zeros(self, role: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor of zeros."""
         return self.empty(role, shape, dtype, device).zero_()
-
-
-def return_free_memory() -> None:
-    """Gives memory that was freed back to the system where the C library keeps it (glibc); elsewhere does nothing.
-
-    Activations of many sizes that live and die in between leave holes in the heap, in which later ones do not fit:
-    more than half as much again as what is in use.
-    """
-    _trim()(0)
-
-
-@functools.cache
-def _trim() -> Callable[[int], object]:
-    try:
-        return ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):  # another C library, or another system
-        return lambda _: None

@@ -292,6 +292,17 @@ def test_token_dropout_in_a_layer_that_does_not_see_the_inputs_one_by_one_is_an_
         batch.rows(torch.zeros(8, 3, 5))
 
 
+def test_token_dropout_reaches_layers_whose_tokens_are_flattened() -> None:
+    seeds, positions = tuple(range(50)), torch.arange(500.0).view(50, 10, 1)
+    batch = Batch(token_dropout=0.5, dropout_seeds=seeds)
+    assert torch.equal(batch.rows(positions.flatten(0, 1)), batch.rows(positions))
+    assert len(batch.rows(torch.zeros(50, 3))) == 50, "no token axis"
+    masked = Batch(token_mask=torch.rand(50, 10) < 0.5, token_dropout=0.5, dropout_seeds=seeds)
+    assert torch.equal(masked.rows(positions.flatten(0, 1)), masked.rows(positions))
+    with pytest.raises(ValueError, match="have 501 rows, the batch has 50 inputs"):
+        batch.rows(torch.zeros(501, 3))
+
+
 def test_a_batch_moves_floating_point_arguments_to_the_dtype_and_no_others() -> None:
     batch = Batch(args=(torch.ones(1), 3), kwargs={"ids": torch.ones(1, dtype=torch.long), "flag": True})
     moved = batch.to(torch.device("cpu"), torch.float16)

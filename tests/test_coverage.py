@@ -8,7 +8,8 @@ from oracles import clip_groups
 from pico import PicoMLP, pico_clip
 from torch import nn
 
-from fusion_bench_crossmean.coverage import LayerGroup, covered_layers, shorten
+from fusion_bench_crossmean.coverage import LayerGroup, covered_layers
+from fusion_bench_crossmean.messages import shorten
 
 
 @pytest.mark.parametrize("coverage", ["mlp", "full"])

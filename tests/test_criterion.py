@@ -193,3 +193,21 @@ def test_a_layer_whose_inputs_are_all_zero_does_not_count() -> None:
 def test_advice_names_the_value_and_a_method(rho: float, method: str) -> None:
     assert f"rho = {rho:.3f}" in advice(rho)
     assert method in advice(rho)
+
+
+def test_inputs_that_are_not_finite_are_an_error_that_names_layer_and_task() -> None:
+    """Else they would be left out of the mean, and the advice given on what is left."""
+    experts, inputs = pico_experts(), pico_calibration()
+    with torch.no_grad():
+        experts["letters"].get_submodule(
+            next(name for name, _ in experts["letters"].named_modules() if name.endswith("layers.0.mlp.fc1"))
+        ).weight.fill_(1e300)
+    with pytest.raises(
+        ArithmeticError, match=r"Layer '.*layers.0.mlp.fc2': the inputs of task 'letters' hold NaN or inf"
+    ):
+        analyzed(experts, inputs)
+
+
+def test_there_is_no_advice_on_nothing() -> None:
+    assert "could not be measured" in advice(float("nan"))
+    assert "RegMean" not in advice(float("nan"))

@@ -628,3 +628,10 @@ def test_one_tensor_on_both_sides_is_summed_once() -> None:
     assert relative_error(statistics.gram, equal.gram) < SAME
     assert relative_error(statistics.gram, equal.bilinear) < SAME
     assert equal.drift() < 1e-7
+
+
+@pytest.mark.parametrize("weighting", ["sum", "mean"])
+def test_a_task_none_of_whose_tokens_counts_is_an_error_that_names_it(weighting: Any) -> None:
+    system = LinearSystem(name="mlp.0", task_weighting=weighting)
+    with pytest.raises(SingularSystemError, match=r"Layer 'mlp\.0': no token of task 'digits' counts"):
+        system.add_task([(torch.zeros(0, 3), torch.zeros(0, 3))], torch.ones(2, 3), task="digits")

@@ -20,9 +20,9 @@ from fusion_bench_crossmean import CrossMeanAlgorithm
 from fusion_bench_crossmean.course import Course
 from fusion_bench_crossmean.coverage import LayerGroup
 from fusion_bench_crossmean.linear_system import bytes_needed
-from fusion_bench_crossmean.memory import GIB, MemoryUse, Need, choose_schedule, free_in_group, memory_of
+from fusion_bench_crossmean.memory import GIB, MemoryUse, free_in_group, memory_of
 from fusion_bench_crossmean.recorder import Stop
-from fusion_bench_crossmean.walker import Schedule
+from fusion_bench_crossmean.schedule import Need, Schedule, choose_schedule
 
 PAUSED, REPLAY = Schedule("paused"), Schedule("replay")
 CPU, DISK = Schedule("replay", "cpu"), Schedule("replay", "disk")
@@ -110,23 +110,30 @@ def test_freed_memory_goes_back_where_memory_is_short(free: float, on_host: bool
 
 def test_on_the_host_its_memory_is_no_other_place() -> None:
     assert chosen(NEED.bytes_for(CPU), on_host=True) == DISK
-    assert chosen(1e9, on_host=True, store="cpu") == CPU
+    assert chosen(1e9, on_host=True, store="cpu") == PAUSED
+    assert chosen(NEED.bytes_for(PAUSED) - 1, on_host=True, store="cpu") == REPLAY
+    assert chosen(1e9, on_host=True, kind="replay", store="cpu") == REPLAY
 
 
-@pytest.mark.parametrize("on_host", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "store", "roomy", "tight"),
+    ("kind", "store", "roomy", "tight", "on_host"),
     [
-        ("auto", "auto", PAUSED, DISK),
-        ("auto", "device", PAUSED, REPLAY),
-        ("auto", "cpu", CPU, CPU),
-        ("auto", "disk", DISK, DISK),
-        ("paused", "auto", PAUSED, PAUSED),
-        ("paused", "device", PAUSED, PAUSED),
-        ("replay", "auto", REPLAY, DISK),
-        ("replay", "device", REPLAY, REPLAY),
-        ("replay", "cpu", CPU, CPU),
-        ("replay", "disk", DISK, DISK),
+        *(
+            (*case, on_host)
+            for on_host in (False, True)
+            for case in (
+                ("auto", "auto", PAUSED, DISK),
+                ("auto", "device", PAUSED, REPLAY),
+                ("auto", "disk", DISK, DISK),
+                ("paused", "auto", PAUSED, PAUSED),
+                ("paused", "device", PAUSED, PAUSED),
+                ("replay", "auto", REPLAY, DISK),
+                ("replay", "device", REPLAY, REPLAY),
+                ("replay", "disk", DISK, DISK),
+            )
+        ),
+        ("auto", "cpu", CPU, CPU, False),
+        ("replay", "cpu", CPU, CPU, False),
     ],
 )
 def test_settings_leave_the_schedules_that_they_name(
@@ -154,10 +161,14 @@ def test_blocks_that_cannot_be_replayed_are_not(store: str, is_budget: bool) -> 
 
 @pytest.mark.parametrize("store", ["cpu", "disk"])
 @pytest.mark.parametrize("is_budget", [False, True])
-def test_a_store_for_blocks_that_cannot_be_replayed_is_no_crash(store: str, is_budget: bool) -> None:
+def test_a_store_for_blocks_that_cannot_be_replayed_is_no_crash(
+    store: str, is_budget: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     """`auto` falls back to paused, as it does without a store."""
     need = Need(course("'block' writes into its own input"), 10, 3, 500)
-    assert chosen(1e9, need, store=store, is_budget=is_budget) == PAUSED
+    with caplog.at_level(logging.WARNING):
+        assert chosen(1e9, need, store=store, is_budget=is_budget) == PAUSED
+    assert f"activation_store={store} has nothing to store: 'block' writes into its own input" in caplog.text
 
 
 def test_blocks_that_cannot_be_replayed_stay_a_choice_where_replay_was_asked_for() -> None:

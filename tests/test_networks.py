@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from fusion_bench_crossmean import CrossMeanAlgorithm
 from fusion_bench_crossmean.coverage import LayerGroup
-from fusion_bench_crossmean.experts import activation_of, check_expert
+from fusion_bench_crossmean.expert_checks import activation_of, check_expert
 from fusion_bench_crossmean.networks import Networks, average_into, ready_to_run
 from fusion_bench_crossmean.weights import tensors_of
 
@@ -327,3 +328,50 @@ def test_a_merge_leaves_no_hook_on_its_result() -> None:
     merged = CrossMeanAlgorithm(num_calibration_samples=24).run(pico_experts(), pico_calibration())
     assert not list(hooks_of(merged))
     assert not any(module.training for module in merged.modules())
+
+
+class Rotating(nn.Module):
+    """A layer, and frequencies that are not part of the state dict."""
+
+    def __init__(self, frequencies: Tensor) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("frequencies", frequencies, persistent=False)
+
+
+@pytest.mark.parametrize("final", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("forward_dtype", [None, torch.bfloat16])
+def test_buffers_of_a_precision_of_their_own_keep_it(forward_dtype: torch.dtype | None, final: torch.dtype) -> None:
+    frequencies = torch.tensor([1 / 3, 0.1], dtype=torch.float32)
+    experts = {task: Rotating(frequencies) for task in "ab"}
+    for expert in experts.values():
+        expert.layer.to(torch.bfloat16)
+    networks = networks_of(experts, (0,), dtype=torch.bfloat16, forward_dtype=forward_dtype)
+    for network in (networks.merged, networks.runner, networks.finish(final)):
+        assert network.frequencies.dtype == torch.float32
+        assert torch.equal(network.frequencies, frequencies)
+    assert networks.merged.layer.weight.dtype == final
+
+
+def test_buffers_of_the_parameters_precision_follow_it() -> None:
+    experts = {task: Rotating(torch.tensor([1 / 3, 0.1])) for task in "ab"}
+    networks = networks_of(experts, (0,), dtype=torch.float64, forward_dtype=torch.bfloat16)
+    assert networks.runner.frequencies.dtype == torch.bfloat16
+    assert networks.finish(torch.float32).frequencies.dtype == torch.float32
+
+
+def test_averaging_reads_one_tensor_at_a_time() -> None:
+    """Experts lie on disk because memory is short."""
+    alive: list[int] = []
+
+    class Watched(dict):
+        def __getitem__(self, name: str) -> Tensor:
+            tensor = torch.ones(3)
+            alive.append(1)
+            weakref.finalize(tensor, alive.pop)
+            assert len(alive) <= 3
+            return tensor
+
+    target = {"a": torch.zeros(3)}
+    average_into(target, [Watched(a=None) for _ in range(8)])
+    assert torch.equal(target["a"], torch.ones(3))

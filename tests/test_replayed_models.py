@@ -12,6 +12,7 @@ from pico import PicoMLP, PicoText, draw_weights, experts_of, hooks_of, vectors
 from test_schedules import STORES, WIDTH, N, Residual, blocks_of, check_replay, exit_code, run
 from tolerances import SAME, state_error
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaModel
 
 from fusion_bench_crossmean.forwards import WalkError
 
@@ -34,7 +35,11 @@ class Scripted(nn.Module):
     def __init__(self, seed: int, script: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
         self.scale, self.shift = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.ones(WIDTH))
-        kinds: dict[Any, type[Block]] = {writes_into_its_input: Writing, counts_in_a_buffer: Counting}
+        kinds: dict[Any, type[Block]] = {
+            writes_into_its_input: Writing,
+            counts_in_a_buffer: Counting,
+            hands_on_a_memory: Remembering,
+        }
         self.blocks = nn.ModuleList(kinds.get(script, Block)() for _ in range(2))
         self.mlp = nn.Linear(WIDTH, WIDTH)
         self.to(torch.get_default_dtype()).load_state_dict(draw_weights(self, seed))
@@ -219,6 +224,66 @@ def test_replay_finds_blocks_in_a_sequential() -> None:
     check_replay(experts, vectors(experts), coverage="full")
 
 
+class SometimesMasked(MaskedBlocks):
+    """A batch without padding has no mask, so that its blocks' arguments lie elsewhere among the tensors."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.shared = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        mask = None if attention_mask.all() else attention_mask.unsqueeze(-1).to(x.dtype)
+        for block in self.blocks:
+            x = block(x, mask, self.shared)
+        return x
+
+
+class OptionalBlock(Block):
+    def forward(self, x: Tensor, mask: Tensor | None, shared: Tensor) -> Tensor:  # type: ignore[override]
+        return x + self.mlp(self.norm(x) * (shared if mask is None else shared * mask))
+
+
+def sometimes_masked(seed: int) -> SometimesMasked:
+    network = SometimesMasked(seed)
+    network.blocks = nn.ModuleList(OptionalBlock() for _ in range(2))
+    network.to(torch.get_default_dtype()).load_state_dict(draw_weights(network, seed))
+    return network
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_replay_takes_away_only_what_is_a_forwards_own_whatever_the_batch(store: str) -> None:
+    experts = experts_of(sometimes_masked, 2)
+    inputs = {task: texts(index) for index, task in enumerate(experts)}
+    for data in inputs.values():
+        data["attention_mask"][7:14] = 1
+    assert exit_code(lambda: check_replay(experts, inputs, stores=(store,), batch_size=7)) == 0
+
+
+def llama(seed: int) -> nn.Module:
+    config = LlamaConfig(
+        vocab_size=20,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        pad_token_id=0,
+    )
+    network = LlamaModel(config).to(torch.get_default_dtype())
+    network.load_state_dict(draw_weights(network, seed))
+    return network
+
+
+@pytest.mark.parametrize("coverage", ["mlp", "full"])
+def test_replay_runs_decoders_without_their_cache_of_keys_and_values(coverage: str) -> None:
+    experts = experts_of(llama, 2)
+    inputs = {task: texts(index) for index, task in enumerate(experts)}
+    assert all(expert.config.use_cache for expert in experts.values())
+    check_replay(experts, inputs, batch_size=7, coverage=coverage)
+    assert all(expert.config.use_cache for expert in experts.values())
+
+
 # Blocks that cannot be replayed
 
 
@@ -266,7 +331,29 @@ def from_without(net: Scripted, x: Tensor) -> Tensor:
     return net.mlp(second.mlp(x * scale))
 
 
+class Memory:
+    """What a block may change without any tensor showing it."""
+
+    calls = 0
+
+
+def hands_on_a_memory(net: Scripted, x: Tensor) -> Tensor:
+    memory = Memory()
+    for block in net.blocks:
+        x = block(x, memory, shift=net.shift)
+    return net.mlp(x)
+
+
+class Remembering(Block):
+    """Counts its calls in its second argument."""
+
+    def forward(self, x: Tensor, memory: Memory, *, shift: Tensor) -> Tensor:  # type: ignore[override]
+        memory.calls += 1
+        return x + self.mlp(self.norm(x) * memory.calls + shift)
+
+
 OBSTACLES = {
+    hands_on_a_memory: "blocks receive a Memory, which running one twice may change twice",
     writes_into_its_input: r"'blocks\.0', 'blocks\.1' writes into its own input",
     counts_in_a_buffer: r"'blocks\.0', 'blocks\.1' writes into its own input or into a buffer",
     called_twice: r"'blocks\.1' is called more than once",

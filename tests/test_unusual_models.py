@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fusion_bench_crossmean import CrossMeanAlgorithm
 from fusion_bench_crossmean.calibration import Batch
+from fusion_bench_crossmean.forwards import WalkError
 
 WIDTH = 8
 
@@ -151,3 +152,66 @@ def test_numpy_arrays_are_calibration_inputs() -> None:
 def test_a_pool_that_is_no_mapping_is_refused() -> None:
     with pytest.raises(TypeError, match="dict of task -> module, not a list"):
         CrossMeanAlgorithm().run(list(residuals(in_place).values()), INPUTS)
+
+
+# What a forward leaves in the network
+
+
+class Keeping(nn.Module):
+    """Two layers between which the network keeps something, as `keep` says."""
+
+    def __init__(self, seed: int, keep: Callable[[Keeping, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+        self.mlp = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.kept: dict[str, Tensor] = {}
+        self.keep = keep
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.mlp:
+            x = layer(self.keep(self, x)).tanh()
+        return x
+
+
+def cache_of_a_weight(network: Keeping, x: Tensor) -> Tensor:
+    if "bias" not in network.kept:
+        network.kept["bias"] = network.scale * 2
+    return x + network.kept["bias"]
+
+
+def value_of_the_first_layer(network: Keeping, x: Tensor) -> Tensor:
+    if x.shape[1] == WIDTH and not hasattr(network, "step"):
+        network.step = 0
+    if network.step % 3 == 0:
+        network.kept["mean"] = x.mean(0)
+    network.step += 1
+    return x + network.kept["mean"]
+
+
+@pytest.mark.parametrize("keep", [cache_of_a_weight, value_of_the_first_layer])
+def test_what_another_forward_would_find_in_the_network_is_refused(keep: Callable[..., Tensor]) -> None:
+    with pytest.raises(WalkError, match="leaves values in 'kept' that depend on weights or inputs"):
+        merged({"a": Keeping(1, keep), "b": Keeping(2, keep)}, INPUTS)
+
+
+def weight_computed_anew(network: Keeping, x: Tensor) -> Tensor:
+    network.kept["bias"] = network.scale * 2
+    return x + network.kept["bias"]
+
+
+def constant(network: Keeping, x: Tensor) -> Tensor:
+    network.kept.setdefault("bias", torch.arange(float(WIDTH)))
+    return x + network.kept["bias"]
+
+
+def noted_only(network: Keeping, x: Tensor) -> Tensor:
+    network.kept["mean"] = x.mean(0)
+    return x + network.scale
+
+
+@pytest.mark.parametrize("keep", [weight_computed_anew, constant, noted_only])
+def test_what_no_other_forward_uses_may_stay_in_the_network(keep: Callable[..., Tensor]) -> None:
+    experts = {"a": Keeping(1, keep), "b": Keeping(2, keep)}
+    expected = whole_network(experts, INPUTS, [[f"mlp.{i}"] for i in range(3)], path_points=(0, 0.5, 1))
+    assert state_error(merged(experts, INPUTS), expected) < SAME

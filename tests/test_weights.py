@@ -290,3 +290,28 @@ def test_a_checkpoint_that_is_no_safetensors_file_is_none(folder: Path) -> None:
     torch.save(network.state_dict(), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     assert checkpoint_of(network) is None
+
+
+@pytest.mark.parametrize("content", [b"version https://git-lfs.github.com/spec/v1", b"", b"\xff" * 100])
+def test_a_file_that_is_not_what_its_name_says_is_no_checkpoint(folder: Path, content: bytes) -> None:
+    network = loaded(folder)
+    (folder / "model.safetensors").write_bytes(content)
+    assert checkpoint_of(network) is None
+
+
+def test_an_index_whose_files_are_gone_is_no_checkpoint(tmp_path: Path) -> None:
+    network = pico_clip()
+    network.save_pretrained(tmp_path, max_shard_size="10KB")
+    network = type(network).from_pretrained(tmp_path)
+    next(tmp_path.glob("model-00002*")).unlink()
+    assert checkpoint_of(network) is None
+
+
+def test_a_file_that_is_replaced_while_in_use_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    stored = StoredWeights.write(path, {"a": torch.ones(3)})
+    assert torch.equal(stored["a"], torch.ones(3))
+    path.unlink()
+    StoredWeights.write(path, {"a": torch.zeros(3), "b": torch.zeros(1)})
+    with pytest.raises(OSError, match="was changed while its weights were in use"):
+        stored["a"]

@@ -92,11 +92,20 @@ class Batch:
 
     def _kept_flat_tokens(self, inputs: Tensor) -> Tensor | None:
         """The same for inputs of shape (batch, in), or (batch * tokens, in) where a model flattens its tokens."""
-        if self.token_mask is None or len(inputs) == len(self.token_mask):
+        if self.token_mask is None and not self.token_dropout:
             return None
-        if len(inputs) != self.token_mask.numel():
+        count = len(self.dropout_seeds) if self.token_mask is None else len(self.token_mask)
+        if len(inputs) == count:
+            return None
+        if self.token_mask is not None and len(inputs) != self.token_mask.numel():
             raise ValueError(
                 f"A layer's inputs have {len(inputs)} rows, the attention mask has {tuple(self.token_mask.shape)}: "
                 "padding cannot be told from text there."
             )
-        return self.token_mask.flatten()
+        if not count or len(inputs) % count:
+            raise ValueError(
+                f"A layer's inputs have {len(inputs)} rows, the batch has {count} inputs: their tokens cannot be told "
+                "apart there. Set token_dropout to 0."
+            )
+        kept = self._kept_tokens(inputs.unflatten(0, (count, -1)))
+        return None if kept is None else kept.flatten()

@@ -76,7 +76,7 @@ class LayerwiseMerge(CalibratedAlgorithm):
     def input_pair(self, inputs: Inputs) -> InputPair:
         """Left and right inputs of one batch: what the merged layer receives and what it is fitted to."""
 
-    def linear_system(self, group: LayerGroup, workspace: Workspace) -> LinearSystem:
+    def linear_system(self, group: LayerGroup, workspace: Workspace, **ablations: float) -> LinearSystem:
         """The empty system of one layer group, with this method's settings."""
         return LinearSystem(
             self.reduce_non_diagonal_ratio,
@@ -84,6 +84,7 @@ class LayerwiseMerge(CalibratedAlgorithm):
             task_weighting=self.task_weighting,
             name=group.name,
             workspace=workspace,
+            **ablations,
         )
 
     def run(  # pyright: ignore[reportIncompatibleMethodOverride]  (FusionBench's returns nothing)
@@ -100,7 +101,9 @@ class LayerwiseMerge(CalibratedAlgorithm):
 
         Raises:
             ValueError, TypeError, OSError: the pool, the settings or an output do not fit, before any forward.
+            MemoryError: the merge does not fit `max_memory_gib`; known after one forward.
             SingularSystemError, WalkError: a layer could not be solved or reached; the message names it.
+            ArithmeticError: the merged weights overflow their dtype.
         """
         pool = as_pool(modelpool)
         self._check_task_weights(pool.model_names)

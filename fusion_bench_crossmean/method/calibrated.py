@@ -20,15 +20,16 @@ from tqdm.auto import tqdm
 from fusion_bench_crossmean.calibration import load_calibration, open_datasets, source_for
 from fusion_bench_crossmean.course import Course
 from fusion_bench_crossmean.coverage import Coverage, covered_layers
+from fusion_bench_crossmean.expert_checks import NO_EXPERTS, activation_of
 from fusion_bench_crossmean.expert_loading import load_experts
-from fusion_bench_crossmean.experts import NO_EXPERTS, activation_of
-from fusion_bench_crossmean.memory import Need, choose_schedule, memory_of
+from fusion_bench_crossmean.memory import memory_of
 from fusion_bench_crossmean.method.material import Material
 from fusion_bench_crossmean.method.settings import check_choice, check_integer, check_number
 from fusion_bench_crossmean.networks import Networks
 from fusion_bench_crossmean.paired_statistics import float32_products
 from fusion_bench_crossmean.report import check_writable, environment, peak_memory, unused
-from fusion_bench_crossmean.walker import Schedule, Walker
+from fusion_bench_crossmean.schedule import Need, Schedule, choose_schedule
+from fusion_bench_crossmean.walker import Walker
 from fusion_bench_crossmean.weights import tensors_of
 
 log = logging.getLogger(__name__)
@@ -51,12 +52,15 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
         num_workers: processes that load data, 0 for none.
         token_dropout: fraction of the calibration tokens left out of every statistic at random, in [0, 1); an
             ablation, 0 is off.
-        precision: `full`: forwards in the experts' dtype, products of statistics in full float32. `mixed`: forwards in
-            bfloat16, products with operands rounded to bfloat16; sums stay float32 and solutions float64.
+        precision: `full`: forwards in the experts' common dtype (float32 where they differ), full float32 products.
+            `mixed`: forwards in bfloat16, products as torch's float32 precision `medium` (bfloat16 operands where the
+            CPU has them, TF32 on CUDA); sums stay float32 and solutions float64.
         schedule: `paused` holds every forward's activations, `replay` only the inputs of the current block and runs its
             beginning again for every layer in it; `auto` takes the first that fits into memory. Results are equal.
-        activation_store: where `replay` keeps blocks' inputs: `device`, `cpu` or `disk`; `auto` as memory demands.
-        max_memory_gib: budget for this process on the device, in GiB, with all that is loaded; None: what is free.
+        activation_store: where `replay` keeps blocks' inputs: `device`, `cpu` (on a CPU the same) or `disk`; `auto` as
+            memory demands. One that is named asks for `replay`.
+        max_memory_gib: budget for this process on the device, in GiB, with all that is loaded; None: most of what is
+            free, and nothing is refused.
         report_path: where the JSON report goes; ``{log_dir}`` is FusionBench's log folder. None: into that folder,
             or nowhere where there is none (then `report` holds it).
 
@@ -266,19 +270,17 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
             "peak_memory": peak_memory(),
         }
 
-    def output_path(self, name: str | None = None) -> Path | None:
-        """Where the report goes, or a file called `name` beside it; None: nowhere."""
+    def output_path(self) -> Path | None:
+        """Where the report goes; None: nowhere."""
         if self.report_path is not None:
             if self.log_dir is None and "{log_dir}" in self.report_path:
                 raise ValueError(
                     f"report_path is {self.report_path!r}, but outside FusionBench there is no log folder."
                 )
-            path = Path(self.report_path.replace("{log_dir}", str(self.log_dir)))
-        elif self.log_dir is not None:
-            path = unused(Path(self.log_dir) / self.report_name)  # the jobs of one `-m` share their log folder
-        else:
-            return None
-        return path.with_name(name) if name else path
+            return Path(self.report_path.replace("{log_dir}", str(self.log_dir)))
+        if self.log_dir is not None:
+            return unused(Path(self.log_dir) / self.report_name)  # the jobs of one `-m` share their log folder
+        return None
 
     def _outputs(self) -> Iterator[Path]:
         """Every file that this run is going to write, FusionBench's merged model included."""

@@ -55,10 +55,9 @@ class CrossMeanAlgorithm(LayerwiseMerge):
             return inputs[0], inputs[0]
         return inputs[0], [inputs[point] for point in self.path_points]
 
-    def linear_system(self, group: LayerGroup, workspace: Workspace) -> LinearSystem:
-        system = super().linear_system(group, workspace)
-        system.symmetric_weight, system.gram_shrinkage = self.symmetric_weight, self.gram_shrinkage
-        return system
+    def linear_system(self, group: LayerGroup, workspace: Workspace, **ablations: float) -> LinearSystem:
+        own = {"symmetric_weight": self.symmetric_weight, "gram_shrinkage": self.gram_shrinkage}
+        return super().linear_system(group, workspace, **own | ablations)
 
 
 def check_path_points(points: Any) -> list[float]:

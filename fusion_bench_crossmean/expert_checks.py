@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusion_bench_crossmean.coverage import shorten, tied_parameters
+from fusion_bench_crossmean.coverage import tied_parameters
+from fusion_bench_crossmean.messages import shorten
 from fusion_bench_crossmean.weights import is_finite
 
 #: Entries of a transformers config that change what the same weights compute.
