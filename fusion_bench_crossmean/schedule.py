@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -64,13 +65,13 @@ class Need:
         other = max(stretches) * num_points + max(systems)
         return cls(course, num_inputs / course.batch_size, num_points, other)
 
-    def bytes_for(self, schedule: Schedule) -> int:
-        """Bytes at the worst moment of a walk."""
+    def bytes_for(self, schedule: Schedule, *, on_host: bool = False) -> int:
+        """Bytes on the device at the worst moment of a walk; `on_host`: the device is the host."""
         course, forwards = self.course, self.num_batches * self.num_points
         if schedule.kind == "paused":
             return int(course.held_at(course.group_stops) * forwards) + course.peak + self.other
         # What the forwards' own frames keep besides the block's input (the first block's, as a rule) stays in place.
-        stays = 1.0 if schedule.store == "device" else 0.5
+        stays = 1.0 if schedule.store == "device" or (on_host and schedule.store == "cpu") else 0.5
         replayed = course.held_at(course.group_stops) * self.num_points
         return int(stays * course.held_at(course.block_stops) * forwards) + replayed + course.peak + self.other
 
@@ -90,14 +91,13 @@ def choose_schedule(
         need: of the walk.
         memory: of the device.
         kind, store: the settings. A store asks for replay; where blocks cannot be replayed, `auto` pauses.
-        on_host: whether the device is the host: its memory is no other place, `cpu` means `device` then.
+        on_host: whether the device is the host, whose memory is no other place then.
         is_budget: whether the limit is the user's; a walk that would not keep it is refused, else it is tried.
 
     Raises:
         MemoryError: nothing fits the user's budget.
     """
-    if on_host and store == "cpu":
-        store = "device"
+    bytes_for = functools.partial(need.bytes_for, on_host=on_host)
     order = [Schedule("paused"), Schedule("replay"), Schedule("replay", "cpu"), Schedule("replay", "disk")]
     allowed = [
         schedule
@@ -110,21 +110,21 @@ def choose_schedule(
         obstacle = need.course.obstacle
         log.warning("activation_store=%s has nothing to store: %s, so forwards are paused.", store, obstacle)
         allowed = [Schedule("paused")]
-    fitting = [schedule for schedule in allowed if need.bytes_for(schedule) <= memory.free]
+    fitting = [schedule for schedule in allowed if bytes_for(schedule) <= memory.free]
     if not fitting and is_budget:
-        least = min(allowed, key=need.bytes_for)
+        least = min(allowed, key=bytes_for)
         raise MemoryError(
-            f"The merge needs about {(memory.used + need.bytes_for(least)) / GIB:.2f} GiB ({least.kind}, activations "
+            f"The merge needs about {(memory.used + bytes_for(least)) / GIB:.2f} GiB ({least.kind}, activations "
             f"on {least.store}), the budget max_memory_gib is {memory.limit / GIB:.2f}; {memory.used / GIB:.2f} GiB "
             f"are in use before it starts. Raise it, or {ADVICE}."
         )
     chosen = fitting[0] if fitting else allowed[-1]
-    chosen = replace(chosen, returns_memory=on_host and need.bytes_for(chosen) * HOLES > memory.free)
+    chosen = replace(chosen, returns_memory=on_host and bytes_for(chosen) * HOLES > memory.free)
     log.info(
         "schedule=%s, activations on %s: about %.2f GiB beside the %.2f GiB in use, %.2f GiB are free.",
         chosen.kind,
         chosen.store,
-        need.bytes_for(chosen) / GIB,
+        bytes_for(chosen) / GIB,
         memory.used / GIB,
         memory.free / GIB,
     )

@@ -110,9 +110,10 @@ def test_freed_memory_goes_back_where_memory_is_short(free: float, on_host: bool
 
 def test_on_the_host_its_memory_is_no_other_place() -> None:
     assert chosen(NEED.bytes_for(CPU), on_host=True) == DISK
-    assert chosen(1e9, on_host=True, store="cpu") == PAUSED
-    assert chosen(NEED.bytes_for(PAUSED) - 1, on_host=True, store="cpu") == REPLAY
-    assert chosen(1e9, on_host=True, kind="replay", store="cpu") == REPLAY
+    assert chosen(1e9, on_host=True, store="cpu") == CPU
+    assert NEED.bytes_for(CPU, on_host=True) == NEED.bytes_for(REPLAY) > NEED.bytes_for(CPU)
+    with pytest.raises(MemoryError):
+        chosen(NEED.bytes_for(REPLAY) - 1, on_host=True, store="cpu")
 
 
 @pytest.mark.parametrize(
@@ -132,8 +133,7 @@ def test_on_the_host_its_memory_is_no_other_place() -> None:
                 ("replay", "disk", DISK, DISK),
             )
         ),
-        ("auto", "cpu", CPU, CPU, False),
-        ("replay", "cpu", CPU, CPU, False),
+        *((kind, "cpu", CPU, CPU, on_host) for kind in ("auto", "replay") for on_host in (False, True)),
     ],
 )
 def test_settings_leave_the_schedules_that_they_name(

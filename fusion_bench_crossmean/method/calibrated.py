@@ -57,8 +57,8 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
             CPU has them, TF32 on CUDA); sums stay float32 and solutions float64.
         schedule: `paused` holds every forward's activations, `replay` only the inputs of the current block and runs its
             beginning again for every layer in it; `auto` takes the first that fits into memory. Results are equal.
-        activation_store: where `replay` keeps blocks' inputs: `device`, `cpu` (on a CPU the same) or `disk`; `auto` as
-            memory demands. One that is named asks for `replay`.
+        activation_store: where `replay` keeps blocks' inputs: `device`, `cpu` (on a CPU it saves nothing) or `disk`;
+            `auto` as memory demands. One that is named asks for `replay`.
         max_memory_gib: budget for this process on the device, in GiB, with all that is loaded; None: most of what is
             free, and nothing is refused.
         report_path: where the JSON report goes; ``{log_dir}`` is FusionBench's log folder. None: into that folder,
