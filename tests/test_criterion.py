@@ -196,7 +196,7 @@ def test_advice_names_the_value_and_a_method(rho: float, method: str) -> None:
 
 
 def test_inputs_that_are_not_finite_are_an_error_that_names_layer_and_task() -> None:
-    """Else they would be left out of the mean, and the advice given on what is left. The averaged model overflows too."""
+    """Else they would be left out of the mean, and the advice given on what is left (the averaged model overflows)."""
     experts, inputs = pico_experts(), pico_calibration()
     with torch.no_grad():
         experts["letters"].get_submodule(
