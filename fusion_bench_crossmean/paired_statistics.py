@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,7 +29,13 @@ def float32_products(precision: Literal["highest", "high", "medium"] = "highest"
     `highest` is full float32 (no TF32, no bfloat16), also in convolutions; `medium` lets operands be rounded to
     bfloat16, while sums are float32.
     """
-    before, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the user has set torch's newer switches, one per backend, which this one does not go with
+        with newer_switches(is_full=precision == "highest"):
+            yield
+        return
+    convolutions = torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision(precision)
     torch.backends.cudnn.allow_tf32 = precision != "highest"
     try:
@@ -37,6 +43,26 @@ def float32_products(precision: Literal["highest", "high", "medium"] = "highest"
     finally:
         torch.set_float32_matmul_precision(before)
         torch.backends.cudnn.allow_tf32 = convolutions
+
+
+@contextlib.contextmanager
+def newer_switches(*, is_full: bool) -> Iterator[None]:
+    """The same through `fp32_precision` of every backend (torch 2.9 and later)."""
+    backends: Any = torch.backends
+    reduced = {
+        backends.cuda.matmul: "tf32",
+        backends.mkldnn.matmul: "bf16",
+        backends.cudnn.conv: "tf32",
+        backends.mkldnn.conv: "bf16",
+    }
+    before = {backend: backend.fp32_precision for backend in reduced}
+    try:
+        for backend, precision in reduced.items():
+            backend.fp32_precision = "ieee" if is_full else precision
+        yield
+    finally:
+        for backend, precision in before.items():
+            backend.fp32_precision = precision
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import oracles
@@ -250,3 +251,37 @@ def test_the_residual_is_estimated_within_a_factor_of_two(error: float, width: i
     assert exact / 2 < estimate < exact * 2
     if outputs <= NUM_PROBES:
         assert estimate == pytest.approx(exact, rel=1e-6)
+
+
+@pytest.fixture
+def newer_switches() -> Iterator[Any]:
+    """torch's switches per backend, where it has them; as before afterwards."""
+    backends: Any = torch.backends
+    if not hasattr(backends, "fp32_precision"):
+        pytest.skip("this torch has one switch for all backends")
+    yield backends
+    for backend in (backends, backends.cuda.matmul, backends.mkldnn.matmul, backends.mkldnn.conv):
+        backend.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("precision", ["highest", "medium"])
+@pytest.mark.parametrize("setting", ["cuda.matmul", "mkldnn.matmul", ""])
+def test_precision_set_per_backend_is_heeded_and_restored(newer_switches: Any, setting: str, precision: Any) -> None:
+    """torch refuses to read its older switch then."""
+    place = newer_switches
+    for part in filter(None, setting.split(".")):
+        place = getattr(place, part)
+    matmuls = (newer_switches.cuda.matmul, newer_switches.mkldnn.matmul)
+    for backend in matmuls:
+        backend.fp32_precision = "none"
+    place.fp32_precision = "tf32"
+    with pytest.raises(RuntimeError):
+        torch.get_float32_matmul_precision()
+    before = [backend.fp32_precision for backend in matmuls]
+    with contextlib.suppress(ZeroDivisionError), float32_products(precision):
+        assert [backend.fp32_precision for backend in matmuls] == {"highest": ["ieee"] * 2, "medium": ["tf32", "bf16"]}[
+            precision
+        ]
+        _ = 1 / 0
+    assert [backend.fp32_precision for backend in matmuls] == before
