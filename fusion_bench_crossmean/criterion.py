@@ -91,20 +91,23 @@ def advice(rho: float) -> str:
     """
     if math.isnan(rho):
         return "rho could not be measured: the covered layers receive nothing but zeros."
-    ours = "on our mini benchmark CrossMean gained 1.2 at rho 0.87 (full coverage) and nothing at 0.88 (mlp)"
+    small = (
+        "Small models may gain less: on our mini benchmark CrossMean gained 1.2 points at rho 0.87 (full coverage) and "
+        "nothing at 0.88 (mlp)."
+    )
     if rho < 0.915:
         return (
             f"rho = {rho:.3f} speaks for CrossMean: in the paper's sets with rho between 0.86 and 0.91 it gained 3.8 "
-            f"to 12.5 points over RegMean and Progressive RegMean 1.9 to 5.8; {ours}."
+            f"to 12.5 points over RegMean and Progressive RegMean 1.9 to 5.8. {small}"
         )
     if rho < 0.96:
         return (
             f"rho = {rho:.3f} speaks for CrossMean with a look at Progressive RegMean: in the paper's sets with rho "
             "between 0.92 and 0.95 CrossMean gained 0.5 to 10.5 points over RegMean and Progressive RegMean 0.5 to "
-            f"5.8, and on the larger backbones either can be the better one; {ours}."
+            f"5.8, and on the larger backbones either can be the better one. {small}"
         )
     return (
         f"rho = {rho:.3f} says that little is to be gained: in the paper's sets with rho above 0.96 CrossMean ended "
         "between -0.2 and +0.6 points of RegMean and Progressive RegMean at +0.3 to +0.4, so RegMean is enough and "
-        f"Progressive RegMean the safe choice; {ours}."
+        f"Progressive RegMean the safe choice. {small}"
     )

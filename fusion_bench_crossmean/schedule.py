@@ -16,9 +16,7 @@ from fusion_bench_crossmean.weights import Weights
 log = logging.getLogger(__name__)
 
 #: What helps where memory is short.
-ADVICE = (
-    "lower num_calibration_samples or batch_size, set precision=mixed, or leave schedule and activation_store at auto"
-)
+ADVICE = "lower num_calibration_samples or batch_size, or set precision=mixed"
 
 #: How much more than what is in use a heap may hold, for the holes in it (1.8 times was seen).
 HOLES = 2.0
@@ -111,12 +109,14 @@ def choose_schedule(
         log.warning("activation_store=%s has nothing to store: %s, so forwards are paused.", store, obstacle)
         allowed = [Schedule("paused")]
     fitting = [schedule for schedule in allowed if bytes_for(schedule) <= memory.free]
+    advice = ADVICE if kind == store == "auto" else f"{ADVICE}, or leave schedule and activation_store at auto"
     if not fitting and is_budget:
+        hint = f"Raise it, or {advice}" if memory.free > 0 else "That is more than the budget already: raise it"
         least = min(allowed, key=bytes_for)
         raise MemoryError(
             f"The merge needs about {(memory.used + bytes_for(least)) / GIB:.2f} GiB ({least.kind}, activations "
             f"on {least.store}), the budget max_memory_gib is {memory.limit / GIB:.2f}; {memory.used / GIB:.2f} GiB "
-            f"are in use before it starts. Raise it, or {ADVICE}."
+            f"are in use before it starts. {hint}."
         )
     chosen = fitting[0] if fitting else allowed[-1]
     chosen = replace(chosen, returns_memory=on_host and bytes_for(chosen) * HOLES > memory.free)
@@ -129,5 +129,5 @@ def choose_schedule(
         memory.free / GIB,
     )
     if not fitting:
-        log.warning("The merge may run out of memory: %s.", ADVICE)
+        log.warning("The merge may run out of memory: %s.", advice)
     return chosen

@@ -183,7 +183,16 @@ def test_a_budget_that_nothing_fits_is_refused_with_the_numbers() -> None:
     assert "needs about 4.00 GiB (replay, activations on cpu), the budget max_memory_gib is 2.00; 1.00 GiB" in str(
         refused.value
     )
-    assert "lower num_calibration_samples or batch_size" in str(refused.value)
+    assert "Raise it, or lower num_calibration_samples or batch_size, or set precision=mixed." in str(refused.value)
+    with pytest.raises(MemoryError, match="leave schedule and activation_store at auto"):
+        chosen(GIB, need, kind="replay")
+
+
+def test_below_what_is_in_use_no_setting_is_advised() -> None:
+    with pytest.raises(
+        MemoryError, match=r"1\.00 GiB are in use before it starts\. That is more than the budget already"
+    ):
+        chosen(-GIB / 2)
 
 
 # What there is

@@ -153,7 +153,7 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
         count = self.num_calibration_samples
         if RuntimeConstants().debug:
             count = min(count, FAST_DEV_SAMPLES, self.batch_size)
-            log.warning("fast_dev_run: one batch of %d inputs per task; the numbers mean nothing.", count)
+            log.warning("fast_dev_run: %d inputs per task, whatever the settings say; the numbers mean nothing.", count)
         source = source_for(modelpool, calibration)
         datasets = open_datasets(source, tasks, count)
         with tempfile.TemporaryDirectory(prefix="crossmean-experts-") as folder:
