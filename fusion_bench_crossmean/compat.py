@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+import typing
 from collections.abc import Callable
+from typing import Any
 
 
 def alias_clip_vision_transformer() -> None:
@@ -31,14 +35,78 @@ def make_regmean_plusplus_mapping_bidirectional() -> None:
         RegMeanPlusPlus._config_mapping = bidict(super(RegMeanPlusPlus, RegMeanPlusPlus)._config_mapping | own)
 
 
+def provide_typing_override() -> None:
+    """FusionBench's OpenCLIP pool imports `typing.override`, which Python has from 3.12 on.
+
+    It can go once FusionBench imports it from typing_extensions, or we no longer support Python 3.11.
+    """
+    if not hasattr(typing, "override"):
+        from typing_extensions import override
+
+        typing.override = override  # type: ignore[attr-defined]
+
+
+def build_openclip_encoders_right() -> None:
+    """FusionBench's `ImageEncoder` knows three names, refuses every suffix that it documents, and builds OpenAI's
+    weights with GELU under open_clip 3, whose models were trained with QuickGELU.
+
+    It can go once FusionBench's release takes any name of open_clip and forces QuickGELU for OpenAI's weights.
+    """
+    from fusion_bench.models.open_clip import ImageEncoder
+
+    from fusion_bench_crossmean.openclip import build_encoder
+
+    ImageEncoder.__init__ = build_encoder
+
+
+def load_pickled_encoders_safely() -> None:
+    """FusionBench's OpenCLIP pool reads whole pickled encoders with `weights_only=True`, which always fails.
+
+    It can go once FusionBench's release reads the checkpoints that its own OpenCLIP pools name.
+    """
+    from fusion_bench.modelpool import OpenCLIPVisionModelPool as Pool
+    from omegaconf import DictConfig, OmegaConf
+
+    from fusion_bench_crossmean.openclip import encoder_from_pickle
+
+    stock = Pool.load_model
+    if hasattr(stock, "__wrapped__"):
+        return
+
+    @functools.wraps(stock)
+    def load_model(self: Pool, model_name_or_config: Any, *args: Any, **kwargs: Any) -> Any:
+        entry = model_name_or_config
+        if isinstance(entry, str) and entry in self._models:
+            entry = self._models[entry]
+        if isinstance(entry, DictConfig):
+            entry = OmegaConf.to_container(entry, resolve=True)
+        if isinstance(entry, str):
+            encoder = encoder_from_pickle(entry)
+        elif isinstance(entry, dict) and set(entry) == {"model_name", "pickle_path"}:
+            encoder = encoder_from_pickle(entry["pickle_path"], entry["model_name"])
+        else:
+            return stock(self, model_name_or_config, *args, **kwargs)
+        self._train_processor = self._train_processor or encoder.train_preprocess
+        self._test_processor = self._test_processor or encoder.val_preprocess
+        return encoder
+
+    Pool.load_model = load_model
+
+
 #: Applied in this order; every one is idempotent and does nothing where its defect is absent.
 CURES: tuple[Callable[[], None], ...] = (
+    provide_typing_override,
     alias_clip_vision_transformer,
     make_regmean_plusplus_mapping_bidirectional,
 )
+#: Those that import open_clip, which takes seconds.
+OPENCLIP_CURES: tuple[Callable[[], None], ...] = (build_openclip_encoders_right, load_pickled_encoders_safely)
 
 
-def apply_cures() -> None:
-    """Applies every cure that this environment needs."""
+def apply_cures(*, openclip: bool = False) -> None:
+    """Applies every cure that this environment needs; those for OpenCLIP if asked to, or if it is in use."""
     for cure in CURES:
         cure()
+    if openclip or "fusion_bench.models.open_clip.modeling" in sys.modules:
+        for cure in OPENCLIP_CURES:
+            cure()

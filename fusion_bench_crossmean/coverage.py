@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from fusion_bench_crossmean.attention import INPUT_PROJECTION, INPUT_WEIGHT
 from fusion_bench_crossmean.messages import shorten
 
 Coverage = Literal["mlp", "full"]
@@ -40,33 +41,44 @@ class LayerGroup:
         leaves = ",".join(name.rpartition(".")[2] for name in self.names)
         return f"{parents.pop()}.{{{leaves}}}".lstrip(".")
 
-    @property
-    def weight_names(self) -> tuple[str, ...]:
-        """The parameters that the group solves for."""
-        return tuple(f"{name}.weight" for name in self.names)
-
     def weight_of(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The stacked weight, shape (sum of out, in), from a network's tensors by name."""
-        weights = [tensors[name].detach() for name in self.weight_names]
+        weights = [tensors[weight_name(layer)].detach() for layer in self.names]
         return weights[0] if len(weights) == 1 else torch.cat(weights)
 
     def split(self, weight: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The inverse of `weight_of`: parameter name -> its rows of the stacked weight."""
-        rows = [tensors[name].shape[0] for name in self.weight_names]
-        return dict(zip(self.weight_names, weight.split(rows), strict=True))
+        names = [weight_name(layer) for layer in self.names]
+        return dict(zip(names, weight.split([len(tensors[name]) for name in names]), strict=True))
+
+
+def weight_name(layer: str) -> str:
+    """The parameter that is solved for.
+
+    Example:
+        >>> weight_name("mlp.fc1"), weight_name("attn.fused_in_proj")
+        ('mlp.fc1.weight', 'attn.in_proj_weight')
+    """
+    return layer.removesuffix(INPUT_PROJECTION) + INPUT_WEIGHT if is_fused(layer) else f"{layer}.weight"
+
+
+def is_fused(layer: str) -> bool:
+    """Whether it is the stacked projection of an `nn.MultiheadAttention`, see `attention`."""
+    return layer.rpartition(".")[2] == INPUT_PROJECTION
 
 
 def covered_layers(network: nn.Module, coverage: Coverage) -> list[str]:
     """Names of the linear layers that `coverage` asks to be solved.
 
-    `mlp`: those of every block's MLP; `full`: every linear layer.
+    `mlp`: those of every block's MLP; `full`: every linear layer, in an `nn.MultiheadAttention` the stacked projection of q, k and v
+    (named `fused_in_proj`) and `out_proj`.
 
     Raises:
         ValueError: an unknown coverage, or one that covers no layer of this network.
     """
     if coverage not in get_args(Coverage):
         raise ValueError(f"coverage must be one of {', '.join(get_args(Coverage))}, not {coverage!r}.")
-    linear = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
+    linear = linear_layers(network)
     if not linear:
         raise ValueError(f"{type(network).__name__} has no linear layer (nn.Linear) to merge.")
     if coverage == "full":
@@ -82,14 +94,27 @@ def covered_layers(network: nn.Module, coverage: Coverage) -> list[str]:
     return mlp
 
 
+def linear_layers(network: nn.Module) -> list[str]:
+    """Names of all linear layers, those inside fused attentions included."""
+    found: list[str] = []
+    for name, module in network.named_modules():
+        if isinstance(module, nn.Linear):
+            found.append(name)
+        elif isinstance(module, nn.MultiheadAttention):
+            found.append(f"{name}.{INPUT_PROJECTION}".lstrip("."))
+    return found
+
+
 def check_weights(network: nn.Module, names: Sequence[str]) -> None:
     """Raises `ValueError` where a layer's weight is not a parameter of its own, hence cannot be solved for."""
     computed, extended = [], []
     for name in names:
-        own = {key for key, _ in network.get_submodule(name).named_parameters()}
-        if "weight" not in own:
+        owner, _, weight = weight_name(name).rpartition(".")
+        module = network.get_submodule(owner)
+        own = {key for key, _ in module.named_parameters()}
+        if weight not in own:
             computed.append(name)
-        elif own - {"weight", "bias"}:
+        elif isinstance(module, nn.Linear) and own - {"weight", "bias"}:
             extended.append(name)
     if computed or extended:
         raise ValueError(
@@ -97,7 +122,7 @@ def check_weights(network: nn.Module, names: Sequence[str]) -> None:
             "(weight or spectral norm, a parametrization, a low-rank update). Bake them into the weight first, e.g. "
             "with torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')."
         )
-    tied = [owners for owners in tied_parameters(network) if any(f"{name}.weight" in owners for name in names)]
+    tied = [owners for owners in tied_parameters(network) if any(weight_name(name) in owners for name in names)]
     if tied:
         raise ValueError(
             f"Covered weights are tied to others: {shorten([' = '.join(owners) for owners in tied])}. Solving one "

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from fusion_bench_crossmean.attention import open_attentions
 from fusion_bench_crossmean.coverage import LayerGroup
 from fusion_bench_crossmean.messages import shorten
 from fusion_bench_crossmean.weights import Weights, hollow, is_finite, parameter_dtypes, placeholder, tensors_of
@@ -62,6 +63,7 @@ class Networks:
         self.runner = hollow(self.merged, lambda t: placeholder(t, self.device, self._dtype_of(t, forward=True)))
         move_buffers(self.runner, self.device, {self.dtype}, self.forward_dtype)
         self.runner.eval()
+        open_attentions(self.runner)
         self._slots = {name: slot for name, slot in tensors_of(self.runner).items() if slot.is_floating_point()}
         self._loaded: dict[str, Tensor] = {}
         self._cache: dict[tuple[str, float], dict[str, Tensor]] = {}

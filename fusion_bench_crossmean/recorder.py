@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fusion_bench_crossmean.calibration import Batch
+from fusion_bench_crossmean.coverage import weight_name
 from fusion_bench_crossmean.forwards import input_of
 from fusion_bench_crossmean.messages import shorten
 from fusion_bench_crossmean.weights import tensors_of
@@ -77,11 +78,14 @@ class Recorder(TorchDispatchMode):
         #: Layers whose weight is used through a view from before they were reached.
         self.stale: set[str] = set()
         self._names = {id(tensor): name for name, tensor in tensors.items()}
+        given = [*tensors.values(), *network.buffers(), *leaves_of((batch.args, dict(batch.kwargs)))]
         inputs = leaves_of((batch.args, dict(batch.kwargs)))
+        self._covered = {tensors[f"{layer}.weight"].untyped_storage()._cdata: layer for layer in layers}
+        self._covered = {tensors[weight_name(layer)].untyped_storage()._cdata: layer for layer in layers}
         self._not_activations = storages_of([*tensors.values(), *network.buffers(), *inputs])
+        self._not_activations = {tensor.untyped_storage()._cdata for tensor in given}
         self._sources = dict.fromkeys(storages_of(network.parameters()), frozenset({"weights"}))
         self._sources |= dict.fromkeys(storages_of(inputs), frozenset({"inputs"}))
-        self._covered = {tensors[f"{layer}.weight"].untyped_storage()._cdata: layer for layer in layers}
         self._views: dict[int, tuple[Callable[[], Tensor | None], str, int]] = {}
         self._alive: dict[int, Made] = {}
         self._arguments: dict[str, dict[int, StorageWeakRef]] = {}

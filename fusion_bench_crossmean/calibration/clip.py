@@ -1,13 +1,13 @@
-"""Calibration inputs of FusionBench's CLIPVisionModelPool: its training images through its own processor."""
+"""Calibration inputs of FusionBench's pools of image encoders: their training images through their own processor."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from fusion_bench.dataset import CLIPDataset
-from fusion_bench.modelpool import CLIPVisionModelPool
 
 from fusion_bench_crossmean.calibration.batch import Batch
 
@@ -16,12 +16,16 @@ class CLIPPoolSource:
     """Reads `train_datasets` of the pool; labels are not used.
 
     Args:
-        modelpool: with `train_datasets` and a processor.
+        modelpool: a `CLIPVisionModelPool` with `train_datasets` and a processor.
     """
 
-    def __init__(self, modelpool: CLIPVisionModelPool) -> None:
+    def __init__(self, modelpool: Any) -> None:
         self.modelpool = modelpool
-        self._processor: Any = None
+
+    @functools.cached_property
+    def processor(self) -> Any:
+        """From an image to a tensor."""
+        return self.modelpool.load_processor()
 
     def dataset(self, task: str) -> CLIPDataset:
         if task not in self.modelpool.train_dataset_names:
@@ -31,10 +35,19 @@ class CLIPPoolSource:
                 "there. Take a pool with train_datasets (not a '_model_only' one), or add "
                 f"'+modelpool.train_datasets.{task}=...'."
             )
-        if self._processor is None:
-            self._processor = self.modelpool.load_processor()
         rows: Any = self.modelpool.load_train_dataset(task)
-        return CLIPDataset(rows, self._processor)
+        return CLIPDataset(rows, self.processor)
 
     def collate(self, items: Sequence[Any]) -> Batch:
         return Batch(kwargs={"pixel_values": torch.stack([image for image, *_ in items])})
+
+
+class OpenCLIPPoolSource(CLIPPoolSource):
+    """The same for an `OpenCLIPVisionModelPool`: without the random crops that it trains with."""
+
+    @functools.cached_property
+    def processor(self) -> Any:
+        return self.modelpool.test_processor
+
+    def collate(self, items: Sequence[Any]) -> Batch:
+        return Batch(args=(torch.stack([image for image, *_ in items]),))

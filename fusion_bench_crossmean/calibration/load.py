@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-from fusion_bench.modelpool import BaseModelPool, CLIPVisionModelPool
+from fusion_bench.modelpool import BaseModelPool
 from torch.utils.data import DataLoader, Subset
 
 from fusion_bench_crossmean.calibration.batch import Batch
-from fusion_bench_crossmean.calibration.clip import CLIPPoolSource
+from fusion_bench_crossmean.calibration.clip import CLIPPoolSource, OpenCLIPPoolSource
 from fusion_bench_crossmean.calibration.draw import draw_indices
 from fusion_bench_crossmean.calibration.plain import PlainSource
 
@@ -33,9 +33,11 @@ class CalibrationSource(Protocol):
         ...
 
 
-#: Pool class -> its source. A new pool family is a module in this folder and a line here.
-SOURCES: dict[type[BaseModelPool], Callable[[Any], CalibrationSource]] = {
-    CLIPVisionModelPool: CLIPPoolSource,
+#: Name of a pool's class, or of one that it inherits from -> its source: importing some classes takes seconds. A new
+#: pool family is a class in this folder and a line here.
+SOURCES: dict[str, Callable[[Any], CalibrationSource]] = {
+    "CLIPVisionModelPool": CLIPPoolSource,
+    "OpenCLIPVisionModelPool": OpenCLIPPoolSource,
 }
 
 
@@ -64,8 +66,8 @@ def source_for(modelpool: BaseModelPool, calibration: Mapping[str, Any] | None) 
     """
     if calibration is not None:
         return PlainSource(calibration)
-    for family, source in SOURCES.items():
-        if isinstance(modelpool, family):
+    for family in type(modelpool).__mro__:
+        if source := SOURCES.get(family.__name__):
             return source(modelpool)
     raise ValueError(
         "This pool brings no calibration inputs. "

@@ -55,7 +55,7 @@ def cured(value: str) -> str:
     """`value` itself, with the cures for FusionBench's defects applied before it instantiates anything."""
     from fusion_bench_crossmean.compat import apply_cures
 
-    apply_cures()
+    apply_cures(openclip="OpenCLIP" in value)
     return value
 
 

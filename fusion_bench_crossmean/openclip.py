@@ -1,0 +1,100 @@
+"""OpenCLIP's image encoders as FusionBench wraps them: which network a name means, and safe loading of pickled ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import open_clip
+from fusion_bench.models.open_clip import ImageEncoder
+from fusion_bench.models.open_clip.variables_and_paths import CACHEDIR, OPENCLIP_CACHEDIR
+from torch import Tensor, nn
+
+from fusion_bench_crossmean.pickled import read_pickled_module
+
+#: Towers that a pickled encoder without a name is compared with.
+ARCHITECTURES = ("ViT-B-32", "ViT-B-16", "ViT-L-14", "ViT-L-14-336", "ViT-H-14")
+
+
+def build_encoder(encoder: ImageEncoder, model_name: str, keep_lang: bool = False) -> None:
+    """`ImageEncoder.__init__` for every name that open_clip knows, with the activation that its weights were made for.
+
+    Args:
+        encoder: to be initialised.
+        model_name: an architecture, alone for OpenAI's weights, with ``__pretrained__<tag>`` for others and with
+            ``__init__`` for random ones (which are to be overwritten); then ``<architecture>-quickgelu`` is the one
+            with QuickGELU.
+        keep_lang: keeps the text tower.
+
+    Raises:
+        ValueError: no such architecture.
+    """
+    name, tag = model_name, "openai"
+    if "__pretrained__" in model_name:
+        name, tag = model_name.split("__pretrained__")
+    elif "__init__" in model_name:
+        name, tag = model_name.split("__init__")[0], None
+    if open_clip.get_model_config(name) is None:
+        raise ValueError(f"open_clip has no architecture {name!r}; it has {', '.join(open_clip.list_models())}.")
+    nn.Module.__init__(encoder)
+    # The models that were trained with QuickGELU are built with GELU, and a warning, unless told.
+    quick = True if tag == "openai" else None
+    options = {} if quick is None else {"force_quick_gelu": quick}
+    encoder.model, encoder.train_preprocess, encoder.val_preprocess = open_clip.create_model_and_transforms(
+        name, pretrained=tag, cache_dir=OPENCLIP_CACHEDIR, **options
+    )
+    encoder.cache_dir = CACHEDIR
+    if not keep_lang and hasattr(encoder.model, "transformer"):
+        del encoder.model.transformer
+
+
+def encoder_from_pickle(path: str | Path, model_name: str | None = None) -> ImageEncoder:
+    """The encoder that was saved whole at `path`, built anew around its weights.
+
+    Args:
+        path: of the file.
+        model_name: its architecture; None: told by the shapes of its weights.
+
+    Raises:
+        ValueError: the file cannot be read safely, is none of an image encoder, or fits no known architecture.
+    """
+    pickled = read_pickled_module(path)
+    weights = {name: t for name, t in pickled.state_dict.items() if not name.startswith("model.transformer.")}
+    name = (model_name or architecture_of(weights, path)).split("__")[0].removesuffix("-quickgelu")
+    is_quick = any(each.endswith(".QuickGELU") for each in pickled.classes)
+    encoder = ImageEncoder(f"{name}-quickgelu__init__" if is_quick else f"{name}__init__")
+    own = encoder.state_dict()
+    missing, unexpected = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
+    shapes = [key for key in own.keys() & weights.keys() if own[key].shape != weights[key].shape]
+    if missing or unexpected or shapes:
+        raise ValueError(
+            f"{path} is no {name}: it lacks {len(missing)} tensors {missing[:3]}, has {len(unexpected)} others "
+            f"{unexpected[:3]} and {len(shapes)} of another shape {shapes[:3]}. Check model_name."
+        )
+    encoder.load_state_dict(weights)
+    return encoder
+
+
+def architecture_of(weights: Mapping[str, Tensor], path: str | Path) -> str:
+    """The one of `ARCHITECTURES` whose vision tower has these shapes.
+
+    Raises:
+        ValueError: there is none.
+    """
+    blocks = {key.split(".")[4] for key in weights if key.startswith("model.visual.transformer.resblocks.")}
+    found = ("model.visual.conv1.weight" in weights) and {
+        "width": weights["model.visual.conv1.weight"].shape[0],
+        "patch_size": weights["model.visual.conv1.weight"].shape[-1],
+        "layers": len(blocks),
+        "tokens": len(weights["model.visual.positional_embedding"]),
+    }
+    for name in ARCHITECTURES:
+        vision: dict[str, Any] = open_clip.get_model_config(name)["vision_cfg"]
+        tokens = (vision["image_size"] // vision["patch_size"]) ** 2 + 1
+        if found == {key: vision[key] for key in ("width", "patch_size", "layers")} | {"tokens": tokens}:
+            return name
+    raise ValueError(
+        f"{path} holds none of {', '.join(ARCHITECTURES)}. Name its architecture: models.<task>.model_name beside "
+        "models.<task>.pickle_path."
+    )
