@@ -111,5 +111,6 @@ def activation_of(network: nn.Module) -> str:
     """The activation a network runs with, for the report."""
     config: Any = getattr(network, "config", None)
     named = getattr(config, "hidden_act", None)
-    classes = sorted({type(m).__name__ for k, m in network.named_modules() if "act" in k.rpartition(".")[2]})
+    names = {type(m).__name__: k.rpartition(".")[2] for k, m in network.named_modules()}
+    classes = sorted(kind for kind, name in names.items() if "act" in name or "gelu" in name)
     return ", ".join(filter(None, [named, *classes])) or "unknown"

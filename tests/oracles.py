@@ -48,8 +48,17 @@ def layer_inputs(network: nn.Module, state: State, layer: str, inputs: Tensor) -
     """The rows (tokens, in) that `layer` receives in a whole forward of `network` with the weights `state`."""
     scratch = copy.deepcopy(network).eval()
     scratch.load_state_dict(state)
-    seen = []
-    scratch.get_submodule(layer).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    seen: list[Tensor] = []
+    parent = scratch.get_submodule(layer.rpartition(".")[0])
+    if not isinstance(parent, nn.MultiheadAttention):
+        scratch.get_submodule(layer).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    elif layer.endswith("out_proj"):  # never called: what comes out of an identity is what it receives
+        parent.out_proj.weight.copy_(torch.eye(parent.embed_dim))
+        if parent.out_proj.bias is not None:
+            parent.out_proj.bias.zero_()
+        parent.register_forward_hook(lambda _, __, result: seen.append(result[0]))
+    else:
+        parent.register_forward_pre_hook(lambda _, args, kwargs: seen.append(args[0]), with_kwargs=True)
     scratch(inputs)
     (tensor,) = seen
     return tensor.flatten(0, -2)
@@ -108,17 +117,22 @@ def whole_network(
             cross = cross.T if swapped else cross
             cross = (1 - symmetric) * cross + symmetric * (cross + cross.T) / 2
             cross = (1 - shrinkage) * cross + shrinkage * gram
-            weight = torch.cat([state[f"{name}.weight"] for name in group])
+            weight = torch.cat([state[weight_of(name)] for name in group])
             factor = (weights or {}).get(task, 1.0)
             lhs = lhs + factor * reduced(gram, ratio)
             rhs = rhs + factor * reduced(cross, ratio) @ weight.T
         solved = solve(lhs, rhs, ridge)
         start = 0
         for name in group:
-            rows = merged[f"{name}.weight"].shape[0]
-            merged[f"{name}.weight"] = solved[start : start + rows]
+            rows = merged[weight_of(name)].shape[0]
+            merged[weight_of(name)] = solved[start : start + rows]
             start += rows
     return merged
+
+
+def weight_of(layer: str) -> str:
+    """The parameter of a layer; the stacked projection of a fused attention is a parameter of the attention."""
+    return layer.replace("fused_in_proj", "in_proj_weight") if layer.endswith("fused_in_proj") else f"{layer}.weight"
 
 
 def least_squares(
