@@ -32,10 +32,10 @@ class OpenAttention(nn.MultiheadAttention):
         key: Tensor,
         value: Tensor,
         key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
+        need_weights: bool = True,  # noqa: FBT001, FBT002  (the signature is PyTorch's)
         attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
+        average_attn_weights: bool = True,  # noqa: FBT001, FBT002
+        is_causal: bool = False,  # noqa: FBT001, FBT002
     ) -> tuple[Tensor, Tensor | None]:
         if not self._is_plain(query, key, value) or (is_causal and attn_mask is None):
             return super().forward(

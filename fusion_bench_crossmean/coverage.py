@@ -70,8 +70,8 @@ def is_fused(layer: str) -> bool:
 def covered_layers(network: nn.Module, coverage: Coverage) -> list[str]:
     """Names of the linear layers that `coverage` asks to be solved.
 
-    `mlp`: those of every block's MLP; `full`: every linear layer, in an `nn.MultiheadAttention` the stacked projection of q, k and v
-    (named `fused_in_proj`) and `out_proj`.
+    `mlp`: those of every block's MLP; `full`: every linear layer, in an `nn.MultiheadAttention` the stacked projection
+    of q, k and v (named `fused_in_proj`) and `out_proj`.
 
     Raises:
         ValueError: an unknown coverage, or one that covers no layer of this network.

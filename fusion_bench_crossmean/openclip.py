@@ -17,7 +17,11 @@ from fusion_bench_crossmean.pickled import read_pickled_module
 ARCHITECTURES = ("ViT-B-32", "ViT-B-16", "ViT-L-14", "ViT-L-14-336", "ViT-H-14")
 
 
-def build_encoder(encoder: ImageEncoder, model_name: str, keep_lang: bool = False) -> None:
+def build_encoder(
+    encoder: ImageEncoder,
+    model_name: str,
+    keep_lang: bool = False,  # noqa: FBT001, FBT002  (the signature is FusionBench's)
+) -> None:
     """`ImageEncoder.__init__` for every name that open_clip knows, with the activation that its weights were made for.
 
     Args:

@@ -28,8 +28,8 @@ from fusion_bench_crossmean.expert_checks import activation_of
 
 apply_cures(openclip=True)
 
-from fusion_bench.models.open_clip import ImageEncoder  # noqa: E402
 from fusion_bench.modelpool import OpenCLIPVisionModelPool  # noqa: E402
+from fusion_bench.models.open_clip import ImageEncoder  # noqa: E402
 
 from fusion_bench_crossmean.openclip import architecture_of, encoder_from_pickle  # noqa: E402
 
@@ -61,7 +61,9 @@ def encoder(seed: int, name: str = "pico__init__") -> nn.Module:
 
 
 def groups(coverage: str) -> list[list[str]]:
-    per_block = [["attn.fused_in_proj"], ["attn.out_proj"], ["mlp.c_fc"], ["mlp.c_proj"]][0 if coverage == "full" else 2 :]
+    per_block = [["attn.fused_in_proj"], ["attn.out_proj"], ["mlp.c_fc"], ["mlp.c_proj"]][
+        0 if coverage == "full" else 2 :
+    ]
     return [[f"{BLOCKS}.{i}.{name}" for name in group] for i in range(2) for group in per_block]
 
 
@@ -150,9 +152,16 @@ def test_pytorchs_own_encoder_layers_merge_under_full_coverage() -> None:
     experts = experts_of(FusedBlocks, 2)
     inputs = {task: data.reshape(N, -1, 8) for task, data in vectors(experts, width=24).items()}
     merged, report = merge(experts, inputs, coverage="full")
-    expected = [[f"blocks.{i}.{n}"] for i in range(2) for n in ("self_attn.fused_in_proj", "self_attn.out_proj", "linear1", "linear2")]
+    expected = [
+        [f"blocks.{i}.{n}"]
+        for i in range(2)
+        for n in ("self_attn.fused_in_proj", "self_attn.out_proj", "linear1", "linear2")
+    ]
     assert [layer["layers"] for layer in report["layers"]] == expected
-    assert state_error(merged.state_dict(), oracles.whole_network(experts, inputs, expected, path_points=(0, 0.5, 1))) < SAME
+    assert (
+        state_error(merged.state_dict(), oracles.whole_network(experts, inputs, expected, path_points=(0, 0.5, 1)))
+        < SAME
+    )
 
 
 @pytest.mark.parametrize("schedule", ["paused", "replay"])
@@ -172,7 +181,9 @@ def test_openclip_encoders_merge_like_the_whole_network_procedure(coverage: str,
 @pytest.mark.parametrize("coverage", ["mlp", "full"])
 def test_identical_encoders_return_the_encoder(coverage: str) -> None:
     expert = encoder(3)
-    merged, _ = merge({"digits": expert, "letters": expert}, pico_calibration(TASKS[:2]), coverage=coverage, relative_ridge=1e-12)
+    merged, _ = merge(
+        {"digits": expert, "letters": expert}, pico_calibration(TASKS[:2]), coverage=coverage, relative_ridge=1e-12
+    )
     assert state_error(merged.state_dict(), expert.state_dict()) < 1e-6
 
 
@@ -201,7 +212,9 @@ def as_openclip(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("hidden_act", "name"), [("gelu", "pico__init__"), ("quick_gelu", "pico-quickgelu__init__")])
 @pytest.mark.parametrize("coverage", ["mlp", "full"])
-def test_one_tower_merges_alike_as_a_hugging_face_and_as_an_openclip_model(hidden_act: str, name: str, coverage: str) -> None:
+def test_one_tower_merges_alike_as_a_hugging_face_and_as_an_openclip_model(
+    hidden_act: str, name: str, coverage: str
+) -> None:
     theirs, inputs = experts_of(lambda seed: pico_clip(hidden_act, seed), 2), pico_calibration(TASKS[:2])
     ours = {}
     for task, expert in theirs.items():
@@ -220,9 +233,7 @@ def test_one_tower_merges_alike_as_a_hugging_face_and_as_an_openclip_model(hidde
 # Encoders and their checkpoints
 
 
-@pytest.mark.parametrize(
-    ("name", "activation"), [("pico__init__", "GELU"), ("pico-quickgelu__init__", "QuickGELU")]
-)
+@pytest.mark.parametrize(("name", "activation"), [("pico__init__", "GELU"), ("pico-quickgelu__init__", "QuickGELU")])
 def test_a_name_gives_the_activation_it_says(name: str, activation: str) -> None:
     assert activation_of(ImageEncoder(name)) == activation
 
@@ -246,13 +257,13 @@ def test_openais_weights_are_built_with_quick_gelu(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_name_that_open_clip_does_not_know_is_an_error() -> None:
-    with pytest.raises(ValueError, match="open_clip has no architecture 'ViT-B-33'; it has .*ViT-B-32"):
+    with pytest.raises(ValueError, match=r"open_clip has no architecture 'ViT-B-33'; it has .*ViT-B-32"):
         ImageEncoder("ViT-B-33")
 
 
 def test_experts_of_two_activations_are_refused() -> None:
     experts = {"digits": encoder(1), "letters": encoder(2, "pico-quickgelu__init__")}
-    with pytest.raises(ValueError, match="is GELU.* in 'digits' and QuickGELU.* in 'letters'"):
+    with pytest.raises(ValueError, match=r"is GELU.* in 'digits' and QuickGELU.* in 'letters'"):
         merge(experts, pico_calibration(TASKS[:2]))
 
 
@@ -292,12 +303,12 @@ def test_files_that_hold_no_encoder_are_errors_that_say_what_to_do(tmp_path: Pat
     with pytest.raises(ValueError, match=r"state\.pt holds a .*dict, not a whole module: give it as state_dict_path"):
         encoder_from_pickle(tmp_path / "state.pt", "pico")
     (tmp_path / "old.pt").write_bytes(pickle.dumps({"a": 1}))
-    with pytest.raises(ValueError, match="cannot be read safely .*torch.save.model.state_dict"):
+    with pytest.raises(ValueError, match=r"cannot be read safely .*torch.save.model.state_dict"):
         encoder_from_pickle(tmp_path / "old.pt", "pico")
     path, _ = saved_whole(tmp_path, 1)
     with pytest.raises(ValueError, match=r"is no ViT-S-32: it lacks \d+ tensors .* Check model_name"):
         encoder_from_pickle(path, "ViT-S-32")
-    with pytest.raises(ValueError, match="holds none of ViT-B-32, .* Name its architecture"):
+    with pytest.raises(ValueError, match=r"holds none of ViT-B-32, .* Name its architecture"):
         encoder_from_pickle(path)
     with pytest.raises(FileNotFoundError):
         encoder_from_pickle(tmp_path / "none.pt", "pico")
@@ -333,12 +344,16 @@ def _datasets_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.float32
-def test_a_merge_of_a_pool_is_saved_in_the_checkpoints_own_format(pool: OpenCLIPVisionModelPool, tmp_path: Path) -> None:
+def test_a_merge_of_a_pool_is_saved_in_the_checkpoints_own_format(
+    pool: OpenCLIPVisionModelPool, tmp_path: Path
+) -> None:
     algorithm = CrossMeanAlgorithm(num_calibration_samples=N, coverage="full")
     merged = algorithm.run(pool)
     assert algorithm.report["activation"] == "GELU"
     pool.save_model(merged, str(tmp_path / "merged.pt"))
-    again = OpenCLIPVisionModelPool({"m": {"model_name": "pico__init__", "state_dict_path": str(tmp_path / "merged.pt")}})
+    again = OpenCLIPVisionModelPool(
+        {"m": {"model_name": "pico__init__", "state_dict_path": str(tmp_path / "merged.pt")}}
+    )
     loaded = again.load_model("m")
     assert state_error(loaded.state_dict(), merged.state_dict()) == 0
     image = torch.rand(2, 3, 16, 16)
