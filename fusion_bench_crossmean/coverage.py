@@ -15,9 +15,10 @@ from fusion_bench_crossmean.messages import shorten
 
 Coverage = Literal["mlp", "full"]
 
-#: A linear layer below a module called `mlp` (CLIP, SigLIP, GPT-2, Llama, ...) belongs to a block's MLP. A family
-#: that calls its MLP otherwise adds an alternative here.
-MLP_LAYER = re.compile(r"(^|\.)mlp\.")
+#: A linear layer below a module called `mlp` (CLIP, SigLIP, GPT-2, Llama, ...) or `ffn` (DistilBERT) belongs to a
+#: block's MLP, and so do BERT's and RoBERTa's `intermediate.dense` and `output.dense`. A family that calls its MLP
+#: otherwise adds an alternative here.
+MLP_LAYER = re.compile(r"(^|\.)(mlp|ffn)\.|(^|\.)layer\.\d+\.(intermediate|output)\.dense$")
 
 
 @dataclass(frozen=True)

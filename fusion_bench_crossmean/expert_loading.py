@@ -15,6 +15,7 @@ from fusion_bench.modelpool import BaseModelPool
 from torch import nn
 
 from fusion_bench_crossmean.expert_checks import check_expert
+from fusion_bench_crossmean.text.encoders import encoder_of
 from fusion_bench_crossmean.weights import (
     StoredWeights,
     Weights,
@@ -67,7 +68,7 @@ def load_experts(
     dtypes: set[torch.dtype] = set()
     in_memory = True
     for task in progress(tasks, "loading experts"):
-        expert = modelpool.load_model(task)
+        expert = encoder_of(modelpool.load_model(task))
         check_expert(task, expert, reference)
         tensors = {name: tensor.detach() for name, tensor in tensors_of(expert).items()}
         if reference is None:
@@ -84,7 +85,7 @@ def load_experts(
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     if not modelpool.has_pretrained:
         return Experts(weights, reference[1], dtype=dtype, template_dtype=dtype)
-    pretrained = modelpool.load_model("_pretrained_")
+    pretrained = encoder_of(modelpool.load_model("_pretrained_"))
     check_expert("_pretrained_", pretrained, reference)
     dtypes = parameter_dtypes(pretrained)
     template_dtype = dtypes.pop() if len(dtypes) == 1 else None

@@ -15,6 +15,7 @@ from fusion_bench_crossmean.calibration.batch import Batch
 from fusion_bench_crossmean.calibration.clip import CLIPPoolSource, OpenCLIPPoolSource
 from fusion_bench_crossmean.calibration.draw import draw_indices
 from fusion_bench_crossmean.calibration.plain import PlainSource
+from fusion_bench_crossmean.calibration.text import TextPoolSource
 
 
 class CalibrationSource(Protocol):
@@ -38,6 +39,7 @@ class CalibrationSource(Protocol):
 SOURCES: dict[str, Callable[[Any], CalibrationSource]] = {
     "CLIPVisionModelPool": CLIPPoolSource,
     "OpenCLIPVisionModelPool": OpenCLIPPoolSource,
+    "SequenceClassificationModelPool": TextPoolSource,
 }
 
 

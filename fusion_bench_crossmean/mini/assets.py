@@ -1,4 +1,4 @@
-"""Folders of the mini benchmark's weights, for the configs: shipped ones, or built ones in a cache."""
+"""Folders of the mini benchmarks' weights, for the configs: shipped ones, or built ones in a cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from fusion_bench_crossmean.compat import apply_cures
 from fusion_bench_crossmean.mini.tasks import register_tasks
 
 WEIGHTS_DIR = Path(__file__).parent / "weights"
-BUILD_COMMAND = "python -m fusion_bench_crossmean.mini.build_clip --activation {}"
+BUILD_COMMANDS = {
+    "mini-clip-gelu": "python -m fusion_bench_crossmean.mini.build_clip --activation gelu",
+    "mini-bert": "python -m fusion_bench_crossmean.mini.build_bert",
+}
 
 
 def cache_folder() -> Path:
@@ -19,7 +22,7 @@ def cache_folder() -> Path:
 
 
 def asset_folder(name: str) -> Path:
-    """The folder of ``mini-clip`` or ``mini-clip-gelu``, ready for use.
+    """The folder of ``mini-clip``, ``mini-clip-gelu`` or ``mini-bert``, ready for use.
 
     Folder names end in a hash of the weights, because FusionBench caches zero-shot heads by model path.
 
@@ -27,14 +30,18 @@ def asset_folder(name: str) -> Path:
         ValueError: no such asset.
         FileNotFoundError: it has to be built first; the message has the command.
     """
-    places = {"mini-clip": (WEIGHTS_DIR, "quick_gelu"), "mini-clip-gelu": (cache_folder(), "gelu")}
+    places = {
+        "mini-clip": (WEIGHTS_DIR, "mini-clip-quick_gelu"),
+        "mini-clip-gelu": (cache_folder(), "mini-clip-gelu"),
+        "mini-bert": (cache_folder(), "mini-bert"),
+    }
     if name not in places:
         raise ValueError(f"There is no asset {name!r}; there are {', '.join(places)}.")
-    root, activation = places[name]
-    found = sorted(root.glob(f"mini-clip-{activation}-*/pretrained/config.json"))
+    root, prefix = places[name]
+    found = sorted(root.glob(f"{prefix}-*/pretrained/config.json"))
     if not found:
-        command = BUILD_COMMAND.format(activation)
-        raise FileNotFoundError(f"The weights of {name!r} are not in {root}. Build them (about 20 minutes): {command}")
+        command = BUILD_COMMANDS.get(name, "install the package again")
+        raise FileNotFoundError(f"The weights of {name!r} are not in {root}. Build them (10 to 20 minutes): {command}")
     apply_cures()
     register_tasks()
     return found[-1].parents[1]

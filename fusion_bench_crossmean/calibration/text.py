@@ -1,0 +1,61 @@
+"""Calibration inputs of FusionBench's SequenceClassificationModelPool: its training texts through its own tokenizer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import datasets
+
+from fusion_bench_crossmean.calibration.batch import Batch
+from fusion_bench_crossmean.text.rows import as_text_rows, encode
+
+
+class TextPoolSource:
+    """Reads `train_datasets` of the pool; labels are not used. Padding is told from text by the attention mask.
+
+    Args:
+        modelpool: with `train_datasets` and a tokenizer.
+    """
+
+    def __init__(self, modelpool: Any) -> None:
+        self.modelpool = modelpool
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """From texts to token ids.
+
+        Raises:
+            ValueError: the pool has none.
+        """
+        if getattr(self.modelpool, "_tokenizer", None) is None:
+            raise ValueError(
+                "The pool has no tokenizer. Add one: '+modelpool.tokenizer._target_=transformers.AutoTokenizer."
+                "from_pretrained' '+modelpool.tokenizer.pretrained_model_name_or_path=...'."
+            )
+        return self.modelpool.load_tokenizer()
+
+    def dataset(self, task: str) -> Any:
+        if task not in self.modelpool.train_dataset_names:
+            have = ", ".join(map(repr, self.modelpool.train_dataset_names)) or "none"
+            raise ValueError(
+                f"The pool has no training data for task {task!r} (it has {have}), and calibration inputs come from "
+                f"there. Add '+modelpool.train_datasets.{task}._target_=fusion_bench_crossmean.text.rows.load_text' "
+                f"'+modelpool.train_datasets.{task}.path=...'."
+            )
+        assert self.tokenizer is not None  # a pool without one is refused before its data are read
+        rows: Any = self.modelpool.load_train_dataset(task)
+        return as_text_rows(rows, source=f"The training data of task {task!r}") if is_table(rows) else rows
+
+    def collate(self, items: Sequence[Any]) -> Batch:
+        inputs = encode(self.tokenizer, items)
+        mask = inputs["attention_mask"].bool()
+        if not mask.any(1).all():
+            raise ValueError("A calibration text has no token at all. Leave empty texts out of the data.")
+        return Batch(kwargs=dict(inputs), token_mask=mask)
+
+
+def is_table(rows: Any) -> bool:
+    """Whether it is a data set with named columns."""
+    return isinstance(rows, datasets.Dataset)

@@ -1,0 +1,1 @@
+"""Text classification for FusionBench: data, a task pool that evaluates merged encoders, and a fine-tuning command."""
