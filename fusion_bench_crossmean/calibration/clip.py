@@ -35,7 +35,9 @@ class CLIPPoolSource:
                 "there. Take a pool with train_datasets (not a '_model_only' one), or add "
                 f"'+modelpool.train_datasets.{task}=...'."
             )
-        rows: Any = self.modelpool.load_train_dataset(task)
+        return self.wrap(self.modelpool.load_train_dataset(task), task)
+
+    def wrap(self, rows: Any, task: str) -> CLIPDataset:
         return CLIPDataset(rows, self.processor)
 
     def collate(self, items: Sequence[Any]) -> Batch:

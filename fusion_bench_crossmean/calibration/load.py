@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Subset
 from fusion_bench_crossmean.calibration.batch import Batch
 from fusion_bench_crossmean.calibration.clip import CLIPPoolSource, OpenCLIPPoolSource
 from fusion_bench_crossmean.calibration.draw import draw_indices
+from fusion_bench_crossmean.calibration.files import FilesSource, WrappingSource
 from fusion_bench_crossmean.calibration.plain import PlainSource
 from fusion_bench_crossmean.calibration.text import TextPoolSource
 
@@ -36,7 +37,7 @@ class CalibrationSource(Protocol):
 
 #: Name of a pool's class, or of one that it inherits from -> its source: importing some classes takes seconds. A new
 #: pool family is a class in this folder and a line here.
-SOURCES: dict[str, Callable[[Any], CalibrationSource]] = {
+SOURCES: dict[str, Callable[[Any], WrappingSource]] = {
     "CLIPVisionModelPool": CLIPPoolSource,
     "OpenCLIPVisionModelPool": OpenCLIPPoolSource,
     "SequenceClassificationModelPool": TextPoolSource,
@@ -60,17 +61,23 @@ class Calibration:
         return {task: [batch.to(device, dtype) for batch in batches] for task, batches in self.batches.items()}
 
 
-def source_for(modelpool: BaseModelPool, calibration: Mapping[str, Any] | None) -> CalibrationSource:
+def source_for(
+    modelpool: BaseModelPool, calibration: Mapping[str, Any] | None, files: Mapping[str, str] | None = None
+) -> CalibrationSource:
     """The source of a pool's calibration inputs; `calibration` (task -> data), where given, comes before the pool.
 
+    `files` (task -> path, see `FilesSource`) stand in for some tasks' data of the pool.
+
     Raises:
-        ValueError: neither is there.
+        ValueError: there is none; files of a task that the pool does not have.
     """
+    if files and (unknown := [task for task in files if task not in modelpool.model_names]):
+        raise ValueError(f"calibration_data names {unknown}, the pool has {list(modelpool.model_names)}.")
     if calibration is not None:
         return PlainSource(calibration)
     for family in type(modelpool).__mro__:
         if source := SOURCES.get(family.__name__):
-            return source(modelpool)
+            return FilesSource(files, source(modelpool)) if files else source(modelpool)
     raise ValueError(
         "This pool brings no calibration inputs. "
         "Give them to run(modelpool, calibration={task: tensor, dict of tensors, dataset or DataLoader})."

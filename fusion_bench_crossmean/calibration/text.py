@@ -45,8 +45,12 @@ class TextPoolSource:
                 f"'+modelpool.train_datasets.{task}.path=...'."
             )
         assert self.tokenizer is not None  # a pool without one is refused before its data are read
-        rows: Any = self.modelpool.load_train_dataset(task)
-        return as_text_rows(rows, source=f"The training data of task {task!r}") if is_table(rows) else rows
+        return self.wrap(self.modelpool.load_train_dataset(task), task)
+
+    def wrap(self, rows: Any, task: str) -> Any:
+        if not isinstance(rows, datasets.Dataset):
+            return rows  # a sequence of rows with `text`
+        return as_text_rows(rows, source=f"The calibration data of task {task!r}")
 
     def collate(self, items: Sequence[Any]) -> Batch:
         inputs = encode(self.tokenizer, items)
@@ -54,8 +58,3 @@ class TextPoolSource:
         if not mask.any(1).all():
             raise ValueError("A calibration text has no token at all. Leave empty texts out of the data.")
         return Batch(kwargs=dict(inputs), token_mask=mask)
-
-
-def is_table(rows: Any) -> bool:
-    """Whether it is a data set with named columns."""
-    return isinstance(rows, datasets.Dataset)

@@ -47,6 +47,8 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
     Args:
         coverage: `mlp` (the linear layers of every block's MLP) or `full` (every linear layer).
         num_calibration_samples: unlabelled images or texts per task, at least 1.
+        calibration_data: task -> folder of images, text file or JSON-lines file to draw calibration inputs from,
+            instead of the pool's training data.
         seed: of the calibration draw (and of token dropout).
         batch_size: inputs per forward; the result does not depend on it.
         num_workers: processes that load data, 0 for none.
@@ -90,6 +92,7 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
         *,
         coverage: Coverage = "mlp",
         num_calibration_samples: int = 256,
+        calibration_data: Mapping[str, str] | None = None,
         seed: int = 0,
         batch_size: int = 32,
         num_workers: int = 0,
@@ -109,6 +112,7 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
         super().__init__(**kwargs)
         check_choice("coverage", coverage, ("mlp", "full"))
         check_integer("num_calibration_samples", num_calibration_samples, at_least=1)
+        self.calibration_data = dict(calibration_data or {}) or None
         check_integer("seed", seed, at_least=0)
         check_integer("batch_size", batch_size, at_least=1)
         check_integer("num_workers", num_workers, at_least=0)
@@ -154,7 +158,7 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
         if RuntimeConstants().debug:
             count = min(count, FAST_DEV_SAMPLES, self.batch_size)
             log.warning("fast_dev_run: %d inputs per task, whatever the settings say; the numbers mean nothing.", count)
-        source = source_for(modelpool, calibration)
+        source = source_for(modelpool, calibration, self.calibration_data)
         datasets = open_datasets(source, tasks, count)
         with tempfile.TemporaryDirectory(prefix="crossmean-experts-") as folder:
             with self.profile("load experts"):
