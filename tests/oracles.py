@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,8 +45,12 @@ def mixed(merged: State, expert: State, point: float) -> State:
 
 
 @torch.no_grad()
-def layer_inputs(network: nn.Module, state: State, layer: str, inputs: Tensor) -> Tensor:
-    """The rows (tokens, in) that `layer` receives in a whole forward of `network` with the weights `state`."""
+def layer_inputs(network: nn.Module, state: State, layer: str, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
+    """The rows (tokens, in) that `layer` receives in a whole forward of `network` with the weights `state`.
+
+    Inputs are its only argument, or keyword arguments; tokens that an `attention_mask` among these leaves out do not
+    count.
+    """
     scratch = copy.deepcopy(network).eval()
     scratch.load_state_dict(state)
     seen: list[Tensor] = []
@@ -59,9 +64,13 @@ def layer_inputs(network: nn.Module, state: State, layer: str, inputs: Tensor) -
         parent.register_forward_hook(lambda _, __, result: seen.append(result[0]))
     else:
         parent.register_forward_pre_hook(lambda _, args, kwargs: seen.append(args[0]), with_kwargs=True)
-    scratch(inputs)
+    if not isinstance(inputs, Mapping):
+        scratch(inputs)
+        (tensor,) = seen
+        return tensor.flatten(0, -2)
+    scratch(**inputs)
     (tensor,) = seen
-    return tensor.flatten(0, -2)
+    return tensor if tensor.ndim == 2 else tensor[inputs["attention_mask"].bool()]
 
 
 def solve(lhs: Tensor, rhs: Tensor, ridge: float) -> Tensor:
@@ -77,7 +86,7 @@ def reduced(matrix: Tensor, ratio: float) -> Tensor:
 
 def whole_network(
     experts: Mapping[str, nn.Module],
-    inputs: Mapping[str, Tensor],
+    inputs: Mapping[str, Any],
     groups: Sequence[Sequence[str]],
     *,
     path_points: Sequence[float],
