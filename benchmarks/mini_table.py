@@ -37,8 +37,8 @@ METHODS: dict[str, Callable[..., Any]] = {
 }
 
 
-def load_pools(name: str) -> tuple[Any, Any]:
-    """FusionBench's model pool and task pool of one short name; the test images are processed once."""
+def pools(name: str) -> tuple[Any, Any]:
+    """FusionBench's model pool and task pool of one short name."""
     GlobalHydra.instance().clear()
     config = initialize_hydra_config(
         "fabric_model_fusion", overrides=[f"modelpool={name}", f"taskpool={name}"], return_hydra_config=False
@@ -47,11 +47,16 @@ def load_pools(name: str) -> tuple[Any, Any]:
     for key in ("modelpool", "taskpool"):
         part = OmegaConf.create(OmegaConf.to_container(config[key], resolve=True))
         parts[key] = instantiate(part, _recursive_=False)
-    taskpool = parts["taskpool"]
+    return parts["modelpool"], parts["taskpool"]
+
+
+def load_pools(name: str) -> tuple[Any, Any]:
+    """The same for image tasks; the test images are processed once."""
+    modelpool, taskpool = pools(name)
     taskpool.setup()
     loaders = taskpool.test_dataloaders
     taskpool.test_dataloaders = {task: list(loader) for task, loader in tqdm(loaders.items(), desc="test images")}
-    return parts["modelpool"], taskpool
+    return modelpool, taskpool
 
 
 def evaluate(taskpool: Any, model: torch.nn.Module) -> dict[str, float]:
