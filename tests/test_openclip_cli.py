@@ -1,4 +1,4 @@
-"""The OpenCLIP command on checkpoints of the true format and size: whole encoders pickled by the task arithmetic code."""
+"""The OpenCLIP command on checkpoints of the true format and size: whole encoders, pickled by the original code."""
 
 from __future__ import annotations
 
