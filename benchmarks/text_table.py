@@ -37,7 +37,11 @@ def scores(taskpool: Any, model: torch.nn.Module) -> dict[str, float]:
 
 def experts(modelpool: Any, taskpool: Any) -> dict[str, float]:
     """Every expert on its own task."""
-    found = {task: scores(taskpool, modelpool.load_model(task))[task] for task in modelpool.model_names}
+    found, everything = {}, taskpool.test_datasets
+    for task in modelpool.model_names:
+        taskpool.test_datasets = {task: everything[task]}
+        found[task] = scores(taskpool, modelpool.load_model(task))[task]
+    taskpool.test_datasets = everything
     return found | {"mean": statistics.mean(found.values())}
 
 

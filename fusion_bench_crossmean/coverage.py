@@ -96,12 +96,12 @@ def covered_layers(network: nn.Module, coverage: Coverage) -> list[str]:
 
 
 def linear_layers(network: nn.Module) -> list[str]:
-    """Names of all linear layers, those inside fused attentions included."""
+    """Names of all linear layers, those inside fused attentions included (of these, self-attentions only)."""
     found: list[str] = []
     for name, module in network.named_modules():
         if isinstance(module, nn.Linear):
             found.append(name)
-        elif isinstance(module, nn.MultiheadAttention):
+        elif type(module) is nn.MultiheadAttention and module.in_proj_weight is not None:
             found.append(f"{name}.{INPUT_PROJECTION}".lstrip("."))
     return found
 

@@ -94,7 +94,7 @@ def check_architecture(reference: str, first: nn.Module, name: str, expert: nn.M
     differing = [k for k in ours if theirs.get(k) != ours[k]]
     if differing:
         key = differing[0]
-        hint = " (experts with different activations cannot be merged)" if "act" in key.rpartition(".")[2] else ""
+        hint = " (experts with different activations cannot be merged)" if is_activation(key) else ""
         raise ValueError(
             f"Experts must share one architecture: {key or 'the model'!r} is {ours[key]} in {reference!r} and "
             f"{theirs.get(key, 'missing')} in {name!r}{hint}; {len(differing)} modules differ: {shorten(differing)}."
@@ -107,10 +107,15 @@ def check_architecture(reference: str, first: nn.Module, name: str, expert: nn.M
             )
 
 
+def is_activation(name: str) -> bool:
+    """Whether a module's name says so: `act`, `activation_fn` (transformers), `gelu` (OpenCLIP)."""
+    own = name.rpartition(".")[2]
+    return "act" in own or "gelu" in own
+
+
 def activation_of(network: nn.Module) -> str:
     """The activation a network runs with, for the report."""
     config: Any = getattr(network, "config", None)
     named = getattr(config, "hidden_act", None)
-    names = {type(m).__name__: k.rpartition(".")[2] for k, m in network.named_modules()}
-    classes = sorted(kind for kind, name in names.items() if "act" in name or "gelu" in name)
+    classes = sorted({type(m).__name__ for k, m in network.named_modules() if is_activation(k)})
     return ", ".join(filter(None, [named, *classes])) or "unknown"

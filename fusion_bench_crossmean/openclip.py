@@ -66,8 +66,9 @@ def encoder_from_pickle(path: str | Path, model_name: str | None = None) -> Imag
     pickled = read_pickled_module(path)
     weights = {name: t for name, t in pickled.state_dict.items() if not name.startswith("model.transformer.")}
     name = (model_name or architecture_of(weights, path)).split("__")[0].removesuffix("-quickgelu")
-    is_quick = any(each.endswith(".QuickGELU") for each in pickled.classes)
-    encoder = ImageEncoder(f"{name}-quickgelu__init__" if is_quick else f"{name}__init__")
+    encoder = ImageEncoder(f"{name}__init__")
+    if any(each.endswith(".QuickGELU") for each in pickled.classes):
+        use_quick_gelu(encoder)
     own = encoder.state_dict()
     missing, unexpected = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
     shapes = [key for key in own.keys() & weights.keys() if own[key].shape != weights[key].shape]
@@ -78,6 +79,14 @@ def encoder_from_pickle(path: str | Path, model_name: str | None = None) -> Imag
         )
     encoder.load_state_dict(weights)
     return encoder
+
+
+def use_quick_gelu(encoder: nn.Module) -> None:
+    """Replaces every GELU: not every architecture has a name of its own with QuickGELU."""
+    for module in list(encoder.modules()):
+        for name, child in module.named_children():
+            if type(child) is nn.GELU:
+                setattr(module, name, open_clip.model.QuickGELU())
 
 
 def architecture_of(weights: Mapping[str, Tensor], path: str | Path) -> str:

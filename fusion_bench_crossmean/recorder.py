@@ -78,12 +78,9 @@ class Recorder(TorchDispatchMode):
         #: Layers whose weight is used through a view from before they were reached.
         self.stale: set[str] = set()
         self._names = {id(tensor): name for name, tensor in tensors.items()}
-        given = [*tensors.values(), *network.buffers(), *leaves_of((batch.args, dict(batch.kwargs)))]
         inputs = leaves_of((batch.args, dict(batch.kwargs)))
-        self._covered = {tensors[f"{layer}.weight"].untyped_storage()._cdata: layer for layer in layers}
         self._covered = {tensors[weight_name(layer)].untyped_storage()._cdata: layer for layer in layers}
         self._not_activations = storages_of([*tensors.values(), *network.buffers(), *inputs])
-        self._not_activations = {tensor.untyped_storage()._cdata for tensor in given}
         self._sources = dict.fromkeys(storages_of(network.parameters()), frozenset({"weights"}))
         self._sources |= dict.fromkeys(storages_of(inputs), frozenset({"inputs"}))
         self._views: dict[int, tuple[Callable[[], Tensor | None], str, int]] = {}

@@ -23,7 +23,8 @@ from fusion_bench_crossmean import (
 
 N = 24
 METHODS = (CrossMeanAlgorithm, CrossStatisticAlgorithm, ProgressiveRegMeanAlgorithm, RegMeanAlgorithm)
-INPUT_SETTINGS = {"coverage", "num_calibration_samples", "seed", "batch_size", "num_workers", "token_dropout"}
+INPUT_SETTINGS = {"coverage", "num_calibration_samples", "calibration_data", "seed", "batch_size", "num_workers"}
+INPUT_SETTINGS |= {"token_dropout"}
 SHARED = INPUT_SETTINGS | {"precision", "schedule", "activation_store", "max_memory_gib", "report_path"}
 MERGING = SHARED | {"reduce_non_diagonal_ratio", "relative_ridge", "task_weighting", "task_weights", "dtype"}
 

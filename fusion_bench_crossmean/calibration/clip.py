@@ -38,6 +38,11 @@ class CLIPPoolSource:
         return self.wrap(self.modelpool.load_train_dataset(task), task)
 
     def wrap(self, rows: Any, task: str) -> CLIPDataset:
+        names = getattr(rows, "column_names", None)
+        if names is not None and "text" in names and "image" not in names:
+            raise ValueError(
+                f"The calibration data of task {task!r} are no images, but this pool's models read images."
+            )
         return CLIPDataset(rows, self.processor)
 
     def collate(self, items: Sequence[Any]) -> Batch:

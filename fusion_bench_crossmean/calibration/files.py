@@ -57,15 +57,15 @@ def read_rows(path: Path, task: str) -> Any:
     """
     where = f"calibration_data.{task} is {path}"
     if path.is_dir():
-        suffixes = Image.registered_extensions()
-        found = sorted(p for p in path.rglob("*") if p.suffix.lower() in suffixes and p.is_file())
+        readable = {suffix for suffix, kind in Image.registered_extensions().items() if kind in Image.OPEN}
+        found = sorted(p for p in path.rglob("*") if p.suffix.lower() in readable and p.is_file())
         if not found:
             raise ValueError(f"{where}, a folder without images.")
         return ImageFiles(found)
     if not path.is_file():
         raise ValueError(f"{where}, which does not exist.")
     if path.suffix in TEXT_SUFFIXES:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
         return datasets.Dataset.from_dict({"text": [line for line in lines if line.strip()]})
     if path.suffix in JSON_SUFFIXES:
         return datasets.Dataset.from_list(list(read_json_lines(path, where)))
@@ -78,7 +78,7 @@ def read_rows(path: Path, task: str) -> Any:
 def read_json_lines(path: Path, where: str) -> list[dict[str, Any]]:
     """One object per line."""
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         try:

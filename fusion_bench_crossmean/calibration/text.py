@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import datasets
@@ -49,7 +49,11 @@ class TextPoolSource:
 
     def wrap(self, rows: Any, task: str) -> Any:
         if not isinstance(rows, datasets.Dataset):
-            return rows  # a sequence of rows with `text`
+            if not (len(rows) and isinstance(rows[0], Mapping) and "text" in rows[0]):
+                raise ValueError(
+                    f"The calibration data of task {task!r} are no texts, but this pool's models read text."
+                )
+            return rows
         return as_text_rows(rows, source=f"The calibration data of task {task!r}")
 
     def collate(self, items: Sequence[Any]) -> Batch:

@@ -38,7 +38,7 @@ def asset_folder(name: str) -> Path:
     if name not in places:
         raise ValueError(f"There is no asset {name!r}; there are {', '.join(places)}.")
     root, prefix = places[name]
-    found = sorted(root.glob(f"{prefix}-*/pretrained/config.json"))
+    found = sorted(root.glob(f"{prefix}-*/pretrained/config.json"), key=lambda path: path.stat().st_mtime)
     if not found:
         command = BUILD_COMMANDS.get(name, "install the package again")
         raise FileNotFoundError(f"The weights of {name!r} are not in {root}. Build them (10 to 20 minutes): {command}")

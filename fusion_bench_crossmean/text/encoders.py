@@ -7,9 +7,5 @@ from torch import nn
 
 def encoder_of(model: nn.Module) -> nn.Module:
     """The encoder of a transformers model for sequence classification; any other model is returned as it is."""
-    if type(model).__name__.endswith("ForSequenceClassification"):
-        encoder = model.get_submodule(model.base_model_prefix)
-        # What its weights are read from again is the classifier's checkpoint.
-        encoder.name_or_path = getattr(model, "name_or_path", "")
-        return encoder
-    return model
+    is_classifier = type(model).__name__.endswith("ForSequenceClassification")
+    return model.get_submodule(model.base_model_prefix) if is_classifier else model

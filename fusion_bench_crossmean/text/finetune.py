@@ -61,7 +61,8 @@ def fine_tune(encoder: str | Path, rows: datasets.Dataset, num_labels: int, reci
     torch.manual_seed(recipe.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = AutoTokenizer.from_pretrained(encoder, model_max_length=recipe.max_length)
-    model = AutoModelForSequenceClassification.from_pretrained(encoder, num_labels=num_labels).to(device).train()
+    model = AutoModelForSequenceClassification.from_pretrained(encoder, num_labels=num_labels)
+    model = model.float().to(device).train()
     if recipe.max_rows is not None and recipe.max_rows < len(rows):
         rows = rows.shuffle(seed=recipe.seed).select(range(recipe.max_rows))
     loader = DataLoader(rows, recipe.batch_size, shuffle=True, collate_fn=lambda items: with_labels(tokenizer, items))  # pyright: ignore[reportArgumentType]

@@ -53,10 +53,10 @@ def as_text_rows(
     have = rows.column_names
     columns = list(columns) if columns else next((list(c) for c in TEXT_COLUMNS if set(c) <= set(have)), None)
     if columns is None or not set(columns) <= set(have) or len(columns) not in (1, 2):
-        wanted = f"the text columns {columns}" if columns else "no text column that is known by name"
+        wanted = f"not {columns}" if columns else "none that is known to hold text"
         raise ValueError(
-            f"{source} has the columns {have}, and {wanted}{' are not among them' if columns else ''}. Name one or "
-            "two: columns=[...] of fusion_bench_crossmean.text.rows.load_text."
+            f"{source} has the columns {have}, {wanted}. Name one or two: columns=[...] of "
+            "fusion_bench_crossmean.text.rows.load_text."
         )
     kept = rows.select_columns([*columns, *([label] if label in have and label not in columns else [])])
     for old, new in zip(columns, ("text", "text_b"), strict=False):

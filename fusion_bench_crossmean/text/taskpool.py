@@ -15,7 +15,7 @@ from fusion_bench.mixins import LightningFabricMixin
 from fusion_bench.utils import count_parameters, instantiate
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torchmetrics.classification import MulticlassAccuracy, MulticlassMatthewsCorrCoef
+from torchmetrics.classification import MulticlassConfusionMatrix
 from tqdm.auto import tqdm
 from transformers import AutoModelForSequenceClassification
 
@@ -26,7 +26,7 @@ from fusion_bench_crossmean.text.rows import encode
 log = logging.getLogger(__name__)
 
 #: What a task's score may be.
-METRICS = {"accuracy": MulticlassAccuracy, "matthews": MulticlassMatthewsCorrCoef}
+METRICS = ("accuracy", "matthews")
 
 
 @auto_register_config
@@ -111,7 +111,7 @@ class TextClassificationTaskPool(LightningFabricMixin, BaseTaskPool):
         kind = self.metrics.get(task, "accuracy")
         device = self.fabric.device
         classifier.to(device).eval()
-        metrics = {name: METRICS[name](num_classes=count, **micro(name)).to(device) for name in {"accuracy", kind}}
+        confusion = MulticlassConfusionMatrix(count).to(device)
         total, loss = 0, 0.0
         batches = itertools.islice(loader, 1 if self.fast_dev_run else None)
         for inputs, labels in tqdm(batches, desc=task, leave=False, disable=not self.fabric.is_global_zero):
@@ -119,15 +119,22 @@ class TextClassificationTaskPool(LightningFabricMixin, BaseTaskPool):
             logits = classifier(**{key: value.to(device) for key, value in inputs.items()}).logits.float()
             loss += float(nn.functional.cross_entropy(logits, there, reduction="sum"))
             total += len(labels)
-            for metric in metrics.values():
-                metric.update(logits, there)
-        values = {name: float(metric.compute()) for name, metric in metrics.items()}
+            confusion.update(logits, there)
+        values = {"accuracy": float(confusion.compute().diagonal().sum()) / total}
+        if kind == "matthews":
+            values[kind] = matthews_correlation(confusion.compute().double())
         return values | {"score": values[kind], "loss": loss / total}
 
 
-def micro(name: str) -> dict[str, str]:
-    """Accuracy over all rows, not over classes."""
-    return {"average": "micro"} if name == "accuracy" else {}
+def matthews_correlation(confusion: Tensor) -> float:
+    """Of a confusion matrix (class x guess), for any number of classes; 0 where all guesses or all labels are alike.
+
+    torchmetrics' own is not quite 0 there.
+    """
+    labels, guesses, total = confusion.sum(1), confusion.sum(0), confusion.sum()
+    covariance = confusion.diagonal().sum() * total - labels @ guesses
+    variance = (total**2 - labels @ labels) * (total**2 - guesses @ guesses)
+    return float(covariance / variance.sqrt()) if variance > 0 else 0.0
 
 
 def put_encoder(classifier: nn.Module, encoder: nn.Module, task: str) -> None:
@@ -138,6 +145,8 @@ def put_encoder(classifier: nn.Module, encoder: nn.Module, task: str) -> None:
     """
     own = encoder_of(classifier)
     state, theirs = own.state_dict(), encoder.state_dict()
+    # RoBERTa's classifiers have no pooler, which its encoder gets, at random, when it is loaded on its own.
+    theirs = {key: tensor for key, tensor in theirs.items() if key in state or not key.startswith("pooler.")}
     differing = sorted(state.keys() ^ theirs.keys()) + [
         key for key in state.keys() & theirs.keys() if state[key].shape != theirs[key].shape
     ]
