@@ -38,7 +38,7 @@ def run(pool: Any, files: dict[str, Path], **settings: Any) -> dict[str, Any]:
 
 def test_a_folder_of_images_stands_in_for_a_tasks_data(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "images")
-    pool = pool_from(pico_experts())
+    pool = pico_pool(pico_experts())
     report = run(pool, {"digits": folder})
     assert sorted(report["calibration_indices"]["digits"]) == list(range(N)), "all that there are"
     assert report["settings"]["calibration_data"] == {"digits": str(folder)}
@@ -46,10 +46,6 @@ def test_a_folder_of_images_stands_in_for_a_tasks_data(tmp_path: Path) -> None:
     first = source.collate([source.dataset("digits")[0]]).kwargs["pixel_values"][0]
     expected = Image.open(min(folder.rglob("*.[pPb][nNm][gGp]"))).convert("RGB")
     assert torch.equal(first, pool.load_processor()(expected))
-
-
-def pool_from(experts: Any) -> Any:
-    return pico_pool(experts)
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl"])
@@ -86,6 +82,14 @@ def test_files_that_cannot_be_used_are_errors(name: str, content: str | None, me
         path.write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match=message):
         run(pool, {"mood": path})
+
+
+def test_files_of_the_wrong_kind_are_errors(tmp_path: Path) -> None:
+    (tmp_path / "texts.txt").write_text("a cat\n" * N)
+    with pytest.raises(ValueError, match="of task 'digits' are texts, but this pool's models read images"):
+        run(pico_pool(pico_experts()), {"digits": tmp_path / "texts.txt"})
+    with pytest.raises(ValueError, match="of task 'mood' are no texts; this pool's models read texts"):
+        run(pool_of("bert", tmp_path / "models"), {"mood": write_images(tmp_path / "images")})
 
 
 def test_files_of_a_task_that_the_pool_does_not_have_are_refused(tmp_path: Path) -> None:
