@@ -56,7 +56,7 @@ def build_openclip_encoders_right() -> None:
 
     from fusion_bench_crossmean.openclip import build_encoder
 
-    ImageEncoder.__init__ = build_encoder
+    ImageEncoder.__init__ = build_encoder  # type: ignore[method-assign]
 
 
 def load_pickled_encoders_safely() -> None:

@@ -43,10 +43,8 @@ def build_encoder(
         raise ValueError(f"open_clip has no architecture {name!r}; it has {', '.join(open_clip.list_models())}.")
     nn.Module.__init__(encoder)
     # The models that were trained with QuickGELU are built with GELU, and a warning, unless told.
-    quick = True if tag == "openai" else None
-    options = {} if quick is None else {"force_quick_gelu": quick}
     encoder.model, encoder.train_preprocess, encoder.val_preprocess = open_clip.create_model_and_transforms(
-        name, pretrained=tag, cache_dir=OPENCLIP_CACHEDIR, **options
+        name, pretrained=tag, cache_dir=OPENCLIP_CACHEDIR, force_quick_gelu=tag == "openai"
     )
     encoder.cache_dir = CACHEDIR
     if not keep_lang and hasattr(encoder.model, "transformer"):
@@ -103,7 +101,8 @@ def architecture_of(weights: Mapping[str, Tensor], path: str | Path) -> str:
         "tokens": len(weights["model.visual.positional_embedding"]),
     }
     for name in ARCHITECTURES:
-        vision: dict[str, Any] = open_clip.get_model_config(name)["vision_cfg"]
+        config: Any = open_clip.get_model_config(name)
+        vision: dict[str, Any] = config["vision_cfg"]
         tokens = (vision["image_size"] // vision["patch_size"]) ** 2 + 1
         if found == {key: vision[key] for key in ("width", "patch_size", "layers")} | {"tokens": tokens}:
             return name

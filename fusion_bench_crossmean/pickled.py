@@ -76,8 +76,10 @@ def shell_for(name: str) -> type[Shell]:
 
 def persistent_tensors(module: Shell, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of a module and those within, as its state dict would have them."""
-    passing = module.state.get("_non_persistent_buffers_set", ())
-    hidden = set(passing.arguments[0] if isinstance(passing, Shell) and passing.arguments else passing or ())
+    passing: Any = module.state.get("_non_persistent_buffers_set", ())
+    if isinstance(passing, Shell):  # a set, made from the list of its items
+        passing = passing.arguments[0] if passing.arguments else ()
+    hidden = set(passing)
     for name, tensor in {**module.state.get("_parameters", {}), **module.state.get("_buffers", {})}.items():
         if isinstance(tensor, Tensor) and name not in hidden:
             yield prefix + name, tensor.detach()

@@ -243,7 +243,7 @@ def test_openais_weights_are_built_with_quick_gelu(monkeypatch: pytest.MonkeyPat
     calls = []
 
     def create(name: str, **options: Any) -> Any:
-        calls.append((name, options["pretrained"], options.get("force_quick_gelu")))
+        calls.append((name, options["pretrained"], options["force_quick_gelu"]))
         return nn.Module(), None, None
 
     monkeypatch.setattr(open_clip, "create_model_and_transforms", create)
@@ -251,8 +251,8 @@ def test_openais_weights_are_built_with_quick_gelu(monkeypatch: pytest.MonkeyPat
         ImageEncoder(name)
     assert calls == [
         ("ViT-H-14", "openai", True),
-        ("ViT-B-32", "laion2b_s34b_b79k", None),
-        ("ViT-B-32", None, None),
+        ("ViT-B-32", "laion2b_s34b_b79k", False),
+        ("ViT-B-32", None, False),
     ]
 
 

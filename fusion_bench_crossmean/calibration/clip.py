@@ -40,9 +40,7 @@ class CLIPPoolSource:
     def wrap(self, rows: Any, task: str) -> CLIPDataset:
         names = getattr(rows, "column_names", None)
         if names is not None and "text" in names and "image" not in names:
-            raise ValueError(
-                f"The calibration data of task {task!r} are no images, but this pool's models read images."
-            )
+            raise ValueError(f"The calibration data of task {task!r} are texts, but this pool's models read images.")
         return CLIPDataset(rows, self.processor)
 
     def collate(self, items: Sequence[Any]) -> Batch:

@@ -50,9 +50,7 @@ class TextPoolSource:
     def wrap(self, rows: Any, task: str) -> Any:
         if not isinstance(rows, datasets.Dataset):
             if not (len(rows) and isinstance(rows[0], Mapping) and "text" in rows[0]):
-                raise ValueError(
-                    f"The calibration data of task {task!r} are no texts, but this pool's models read text."
-                )
+                raise ValueError(f"The calibration data of task {task!r} are no texts; this pool's models read texts.")
             return rows
         return as_text_rows(rows, source=f"The calibration data of task {task!r}")
 

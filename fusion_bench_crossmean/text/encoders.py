@@ -8,4 +8,4 @@ from torch import nn
 def encoder_of(model: nn.Module) -> nn.Module:
     """The encoder of a transformers model for sequence classification; any other model is returned as it is."""
     is_classifier = type(model).__name__.endswith("ForSequenceClassification")
-    return model.get_submodule(model.base_model_prefix) if is_classifier else model
+    return model.get_submodule(str(model.base_model_prefix)) if is_classifier else model

@@ -91,14 +91,14 @@ class TextClassificationTaskPool(LightningFabricMixin, BaseTaskPool):
             (Path(log_dir) / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
         return report
 
-    def load_head(self, task: str) -> nn.Module:
+    def load_head(self, task: str) -> Any:
         """The classifier whose head is the task's."""
         entry = self.heads[task]
         return (
             AutoModelForSequenceClassification.from_pretrained(entry) if isinstance(entry, str) else instantiate(entry)
         )
 
-    def evaluate_task(self, task: str, classifier: nn.Module, tokenizer: Any) -> dict[str, float]:
+    def evaluate_task(self, task: str, classifier: Any, tokenizer: Any) -> dict[str, float]:
         """`score`, `accuracy`, `loss` and, where that is the score, `matthews`."""
 
         def collate(rows: list[Any]) -> tuple[dict[str, Tensor], Tensor]:
