@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families import WORDS, text_pool
 from pico import SIDE, pico_experts, pico_pool
 from PIL import Image
-from test_text import WORDS, pool_of
 
 from fusion_bench_crossmean import CrossMeanAlgorithm
 from fusion_bench_crossmean.calibration import source_for
@@ -55,7 +55,7 @@ def test_a_file_of_texts_stands_in_for_a_tasks_data(kind: str, tmp_path: Path) -
     if kind == "jsonl":
         lines = [f'{{"sentence1": "{line}", "sentence2": "cat", "other": 1}}' for line in lines]
     path.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
-    pool = pool_of("bert", tmp_path / "models")
+    pool = text_pool("bert", tmp_path / "models")
     report = run(pool, {"mood": path})
     assert sorted(report["calibration_indices"]["mood"]) == list(range(N))
     row = source_for(pool, None, {"mood": str(path)}).dataset("mood")[0]
@@ -75,7 +75,7 @@ def test_a_file_of_texts_stands_in_for_a_tasks_data(kind: str, tmp_path: Path) -
     ],
 )
 def test_files_that_cannot_be_used_are_errors(name: str, content: str | None, message: str, tmp_path: Path) -> None:
-    pool, path = pool_of("bert", tmp_path / "models"), tmp_path / name
+    pool, path = text_pool("bert", tmp_path / "models"), tmp_path / name
     if content == "folder":
         path.mkdir()
     elif content is not None:
@@ -89,9 +89,9 @@ def test_files_of_the_wrong_kind_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="of task 'digits' are texts, but this pool's models read images"):
         run(pico_pool(pico_experts()), {"digits": tmp_path / "texts.txt"})
     with pytest.raises(ValueError, match="of task 'mood' are no texts; this pool's models read texts"):
-        run(pool_of("bert", tmp_path / "models"), {"mood": write_images(tmp_path / "images")})
+        run(text_pool("bert", tmp_path / "models"), {"mood": write_images(tmp_path / "images")})
 
 
 def test_files_of_a_task_that_the_pool_does_not_have_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"calibration_data names \['moood'\], the pool has \['mood', 'colour'\]"):
-        run(pool_of("bert", tmp_path), {"moood": tmp_path})
+        run(text_pool("bert", tmp_path), {"moood": tmp_path})
