@@ -70,7 +70,9 @@ def layer_inputs(network: nn.Module, state: State, layer: str, inputs: Tensor | 
         return tensor.flatten(0, -2)
     scratch(**inputs)
     (tensor,) = seen
-    return tensor if tensor.ndim == 2 else tensor[inputs["attention_mask"].bool()]
+    if tensor.ndim == 2 or "attention_mask" not in inputs:
+        return tensor.flatten(0, -2)
+    return tensor[inputs["attention_mask"].bool()]
 
 
 def solve(lhs: Tensor, rhs: Tensor, ridge: float) -> Tensor:
