@@ -167,7 +167,7 @@ def reload_openclip(pool: Any, merged: nn.Module, folder: Path) -> nn.Module:
 
 WORDS = ("the", "a", "cat", "dog", "sat", "ran", "on", "mat", "red", "blue", "very", "not", "good", "bad")
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
-SIZES = {"vocab_size": len(VOCABULARY), "pad_token_id": 0, "max_position_embeddings": 40}
+SIZES = {"vocab_size": len(VOCABULARY), "pad_token_id": 0, "max_position_embeddings": 64}
 WIDE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 CONFIGS: dict[str, Callable[..., Any]] = {
     "bert": lambda **options: BertConfig(**SIZES, **WIDE, **options),
