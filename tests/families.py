@@ -229,7 +229,8 @@ def text_pool(kind: str, folder: Path, *, pretrained: bool = False) -> TextPool:
             "pretrained_model_name_or_path": str(folder / task),
             "torch_dtype": torch.get_default_dtype(),
         }
-    write_tokenizer(folder / "tokenizer")
+    names = ["input_ids", "attention_mask"]  # of DistilBERT, as its own tokenizer says
+    write_tokenizer(folder / "tokenizer", **({"model_input_names": names} if kind == "distilbert" else {}))
     tokenizer = {
         "_target_": "transformers.AutoTokenizer.from_pretrained",
         "pretrained_model_name_or_path": str(folder / "tokenizer"),
