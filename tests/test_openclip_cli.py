@@ -58,7 +58,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for index in range(2):
             with torch.no_grad():
                 for parameter in encoder.parameters():
-                    parameter.add_(torch.randn_like(parameter), alpha=0.1 * float(parameter.std().nan_to_num()))
+                    parameter.add_(torch.randn_like(parameter), alpha=0.1 * float(parameter.std(correction=0)))
             torch.save(encoder, folder / f"expert{index}.pt")
         for index, (task, name) in enumerate(FOLDERS.items()):
             (folder / name).mkdir()
