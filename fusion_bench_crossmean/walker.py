@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Protocol
 
@@ -136,14 +136,16 @@ class Walker:
     def _advance(self, start: str | None, stop: str) -> None:
         """Every forward runs on from one stop to another."""
         began = time.perf_counter()
-        used, own = self.course.used_between(start, stop), self.course.own_arguments(stop)
+        stores = self.schedule.store != "device"
+        used, own = self.course.used_between(start, stop), self.course.own_arguments(stop) if stores else frozenset()
         for task, batches in self.calibration.items():
             for point in self.networks.path_points:
                 self.networks.load(task, point, used)
                 module = self.networks.network(task, point)
-                shared = storages_of([*module.parameters(), *module.buffers()])
                 for index, batch in enumerate(batches):
-                    self._waiting[task, index, point].advance(stop, own, shared | storages_of(batch.tensors()))
+                    # Not to be put away, if anything is.
+                    shared = (*module.parameters(), *module.buffers(), *batch.tensors()) if stores else ()
+                    self._waiting[task, index, point].advance(stop, own, shared)
                 if self.schedule.returns_memory:
                     return_free_memory()
         self.seconds += time.perf_counter() - began
@@ -193,8 +195,8 @@ class Waiting:
         self._path = store.new_path()
         self._stored: StoredInputs | None = None
 
-    def advance(self, stop: str, own: Collection[int], shared: Collection[int]) -> None:
-        """Runs on to `stop` and puts away its `own` arguments there, see `Stop.own`, none of the `shared` storages."""
+    def advance(self, stop: str, own: Collection[int], shared: Iterable[Tensor]) -> None:
+        """Runs on to `stop` and puts away its `own` arguments there, see `Stop.own`, none of the `shared` tensors."""
         if self._stored is not None:
             self._stored.bring_back()
         self._stored, self.arguments = None, ((), {})  # the forward frees them as it goes on
@@ -202,7 +204,8 @@ class Waiting:
         args, kwargs = self.arguments
         leaves = [leaf for index, leaf in enumerate(tree_leaves((args, dict(kwargs)))) if index in own]
         # In another batch another tensor may be in an argument's place.
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not storages_of([leaf]) & set(shared)]
+        kept = storages_of(shared)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not storages_of([leaf]) & kept]
         self._stored = self._store.hold(tensors, self._path)
         if self._stored is not None:
             self._stored.put_away()
