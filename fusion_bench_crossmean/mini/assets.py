@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from fusion_bench_crossmean.compat import apply_cures
 from fusion_bench_crossmean.mini.tasks import register_tasks
@@ -45,3 +49,20 @@ def asset_folder(name: str) -> Path:
     apply_cures()
     register_tasks()
     return found[-1].parents[1]
+
+
+def publish(folder: Path, name: Path, record: Mapping[str, Any]) -> Path:
+    """Moves freshly built weights to `name` and a hash of them, with the record of their making; returns the place."""
+    (folder / "build.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    final = name.with_name(f"{name.name}-{hash_of(folder)}")
+    if not final.exists():
+        folder.rename(final)
+    return final
+
+
+def hash_of(folder: Path) -> str:
+    """Eight hex digits that change with any weight in `folder`."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.safetensors")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]

@@ -9,7 +9,6 @@ downloads it. The result goes to the package's cache.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -19,8 +18,7 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
-from fusion_bench_crossmean.mini.assets import cache_folder
-from fusion_bench_crossmean.mini.build_clip import hash_of
+from fusion_bench_crossmean.mini.assets import cache_folder, publish
 from fusion_bench_crossmean.mini.tasks import PREFIX
 from fusion_bench_crossmean.mini.text_tasks import TEXT_TASKS, load_text_split
 from fusion_bench_crossmean.report import environment
@@ -97,10 +95,7 @@ def main() -> None:
             "accuracy_on_training_rows": scores,
             "versions": environment(),
         }
-        (folder / "build.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        final = root / f"mini-bert-{hash_of(folder)}"
-        if not final.exists():
-            folder.rename(final)
+        final = publish(folder, root / "mini-bert", record)
     tqdm.write(f"{final}: accuracy on training rows {scores}")
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import hashlib
 import json
 import tempfile
 from dataclasses import asdict, dataclass, fields
@@ -24,7 +23,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import CLIPConfig, CLIPModel, CLIPProcessor, CLIPVisionModel
 
-from fusion_bench_crossmean.mini.assets import cache_folder
+from fusion_bench_crossmean.mini.assets import cache_folder, publish
 from fusion_bench_crossmean.mini.tasks import IMAGE_SIDE, PREFIX, PROMPTS, fill_prompt, read_split
 from fusion_bench_crossmean.report import environment
 
@@ -259,14 +258,6 @@ def build(output: Path, activation: str, recipe: Recipe) -> dict[str, dict[str, 
     return scores
 
 
-def hash_of(folder: Path) -> str:
-    """Eight hex digits that change with any weight in `folder`."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.safetensors")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:8]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--activation", choices=["quick_gelu", "gelu"], default="gelu")
@@ -288,10 +279,7 @@ def main() -> None:
             "accuracy": scores,
             "versions": environment(),
         }
-        (folder / "build.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        final = root / f"mini-clip-{arguments.activation}-{hash_of(folder)}"
-        if not final.exists():
-            folder.rename(final)
+        final = publish(folder, root / f"mini-clip-{arguments.activation}", record)
     means = {kind: sum(by_task.values()) / len(by_task) for kind, by_task in scores.items()}
     tqdm.write(f"{final}: mean accuracy on {record['accuracy_on']} {means}")
 
