@@ -10,6 +10,7 @@ import torch
 from fusion_bench.dataset import CLIPDataset
 
 from fusion_bench_crossmean.calibration.batch import Batch
+from fusion_bench_crossmean.calibration.pool_data import check_training_data
 
 
 class CLIPPoolSource:
@@ -28,13 +29,12 @@ class CLIPPoolSource:
         return self.modelpool.load_processor()
 
     def dataset(self, task: str) -> CLIPDataset:
-        if task not in self.modelpool.train_dataset_names:
-            have = ", ".join(map(repr, self.modelpool.train_dataset_names)) or "none"
-            raise ValueError(
-                f"The pool has no training data for task {task!r} (it has {have}), and calibration inputs come from "
-                "there. Take a pool with train_datasets (not a '_model_only' one), or add "
-                f"'+modelpool.train_datasets.{task}=...'."
-            )
+        check_training_data(
+            self.modelpool,
+            task,
+            "Take a pool with train_datasets (not a '_model_only' one), or add "
+            f"'+modelpool.train_datasets.{task}=...'.",
+        )
         return self.wrap(self.modelpool.load_train_dataset(task), task)
 
     def wrap(self, rows: Any, task: str) -> CLIPDataset:

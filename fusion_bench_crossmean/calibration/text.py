@@ -9,6 +9,7 @@ from typing import Any
 import datasets
 
 from fusion_bench_crossmean.calibration.batch import Batch
+from fusion_bench_crossmean.calibration.pool_data import check_training_data
 from fusion_bench_crossmean.text.rows import as_text_rows, encode
 
 
@@ -37,13 +38,12 @@ class TextPoolSource:
         return self.modelpool.load_tokenizer()
 
     def dataset(self, task: str) -> Any:
-        if task not in self.modelpool.train_dataset_names:
-            have = ", ".join(map(repr, self.modelpool.train_dataset_names)) or "none"
-            raise ValueError(
-                f"The pool has no training data for task {task!r} (it has {have}), and calibration inputs come from "
-                f"there. Add '+modelpool.train_datasets.{task}._target_=fusion_bench_crossmean.text.rows.load_text' "
-                f"'+modelpool.train_datasets.{task}.path=...'."
-            )
+        check_training_data(
+            self.modelpool,
+            task,
+            f"Add '+modelpool.train_datasets.{task}._target_=fusion_bench_crossmean.text.rows.load_text' "
+            f"'+modelpool.train_datasets.{task}.path=...'.",
+        )
         assert self.tokenizer is not None  # a pool without one is refused before its data are read
         return self.wrap(self.modelpool.load_train_dataset(task), task)
 

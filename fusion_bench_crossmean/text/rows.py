@@ -59,7 +59,7 @@ def as_text_rows(
             "fusion_bench_crossmean.text.rows.load_text."
         )
     kept = rows.select_columns([*columns, *([label] if label in have and label not in columns else [])])
-    for old, new in zip(columns, ("text", "text_b"), strict=False):
+    for old, new in zip(columns, ("text", "text_b")[: len(columns)], strict=True):
         if old != new:
             kept = kept.rename_column(old, new)
     if len(columns) == 1:
