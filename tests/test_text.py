@@ -9,6 +9,10 @@ import datasets
 import pytest
 import torch
 from families import CONFIGS, TASKS, sentences, text_pool, write_tokenizer
+from fusion_bench import instantiate
+from fusion_bench.utils.hydra_utils import initialize_hydra_config
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
 from fusion_bench_crossmean import CrossMeanAlgorithm
@@ -182,3 +186,30 @@ def test_guesses_or_labels_that_are_all_alike_have_no_correlation(guesses: list[
     for label, guess in zip(labels, guesses, strict=True):
         confusion[label, guess] += 1
     assert matthews_correlation(confusion) == 0.0
+
+
+# GLUE, as far as it goes without the hub
+
+
+@pytest.mark.parametrize(("name", "count"), [("glue4", 4), ("glue6", 6)])
+def test_glue_pools_compose_with_one_head_per_expert(name: str, count: int, monkeypatch: Any, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    GlobalHydra.instance().clear()
+    short = f"bert-base-uncased_{name}"
+    experts = {"modelpool": "modelpool.experts.cola=mine", "taskpool": "taskpool.heads.cola=mine"}
+    config = initialize_hydra_config(
+        "fabric_model_fusion",
+        overrides=[*(f"{group}={short}" for group in experts), *experts.values()],
+        return_hydra_config=False,
+    )
+    pool, tasks = (
+        instantiate(OmegaConf.create(OmegaConf.to_container(config[group], resolve=True)), _recursive_=False)
+        for group in experts
+    )
+    assert isinstance(tasks, TextClassificationTaskPool)
+    assert pool.model_names == list(tasks.test_datasets) == pool.train_dataset_names
+    assert len(pool.model_names) == count
+    assert tasks.metrics == {"cola": "matthews"}
+    loaded = {task: pool._models[task]["pretrained_model_name_or_path"] for task in pool.model_names}
+    assert loaded == dict(tasks.heads)
+    assert loaded["cola"] == "mine"
