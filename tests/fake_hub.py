@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,21 +108,20 @@ def make_split(task: str, data: FakeData, rows: int, seed: int) -> datasets.Data
     return datasets.Dataset.from_dict({"image": list(images), "label": labels}, features=features)
 
 
-def write_data(home: Path, task: str, data: FakeData, sizes: dict[str, int]) -> None:
-    """The Arrow files that ``datasets.load_dataset(repository)`` leaves behind and reads again offline."""
-    short = data.repository.split("/")[-1]
-    folder = home / "datasets" / data.repository.replace("/", "___") / data.config / "0.0.0" / hashed(data.repository)
+def write_splits(home: Path, repository: str, config: str, splits: Mapping[str, datasets.Dataset]) -> None:
+    """The Arrow files that ``datasets.load_dataset(repository, config)`` leaves behind and reads again offline."""
+    short = repository.split("/")[-1]
+    folder = home / "datasets" / repository.replace("/", "___") / config / "0.0.0" / hashed(repository)
     folder.mkdir(parents=True)
-    splits, features = datasets.SplitDict(dataset_name=short), None
-    for seed, (split, rows) in enumerate(sizes.items()):
-        part = make_split(task, data, rows, seed)
-        features = part.features
+    recorded, features = datasets.SplitDict(dataset_name=short), None
+    for split, rows in splits.items():
+        features = rows.features
         path = folder / f"{short}-{split}.arrow"
         with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, features.arrow_schema) as stream:
-            stream.write_table(part.data.table.cast(features.arrow_schema))
-        splits.add(datasets.SplitInfo(split, path.stat().st_size, rows, dataset_name=short))
-    info = datasets.DatasetInfo(features=features, splits=splits, version="0.0.0")
-    info.builder_name, info.dataset_name, info.config_name = "parquet", short, data.config
+            stream.write_table(rows.data.table.cast(features.arrow_schema))
+        recorded.add(datasets.SplitInfo(split, path.stat().st_size, len(rows), dataset_name=short))
+    info = datasets.DatasetInfo(features=features, splits=recorded, version="0.0.0")
+    info.builder_name, info.dataset_name, info.config_name = "parquet", short, config
     info.write_to_directory(str(folder))
 
 
@@ -141,5 +140,7 @@ def write_hub(
     tasks = tuple(tasks)
     write_models(home, suffix, tasks)
     for task in tasks:
-        write_data(home, task, TA8[task], {"train": train, "test": test})
+        data = TA8[task]
+        splits = {"train": make_split(task, data, train, seed=0), "test": make_split(task, data, test, seed=1)}
+        write_splits(home, data.repository, data.config, splits)
     return home

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
 import torch
-from families import CONFIGS, TASKS, sentences, text_pool, write_tokenizer
+from cli import fusion_bench, log_folder, read_json, run, succeeded
+from fake_hub import hashed, model_folder, write_splits
+from families import CONFIGS, TASKS, VOCABULARY, halfway, sentences, text_pool, write_tokenizer
 from fusion_bench import instantiate
 from fusion_bench.utils.hydra_utils import initialize_hydra_config
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
-from transformers import AutoTokenizer
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from fusion_bench_crossmean import CrossMeanAlgorithm
 from fusion_bench_crossmean.calibration import source_for
@@ -21,6 +24,8 @@ from fusion_bench_crossmean.text.encoders import encoder_of
 from fusion_bench_crossmean.text.rows import as_text_rows, encode
 from fusion_bench_crossmean.text.taskpool import TextClassificationTaskPool, matthews_correlation
 from fusion_bench_crossmean.weights import StoredWeights, checkpoint_of
+
+pytest_plugins = ("cli",)
 
 
 def test_experts_are_read_from_their_classifiers_checkpoints(tmp_path: Path) -> None:
@@ -188,7 +193,68 @@ def test_guesses_or_labels_that_are_all_alike_have_no_correlation(guesses: list[
     assert matthews_correlation(confusion) == 0.0
 
 
-# GLUE, as far as it goes without the hub
+# GLUE, under the names that its parts have on the hub
+
+NAMES = ("text", "text_b")
+#: Task -> (the end of its expert's name, its text columns).
+GLUE = {
+    "cola": ("CoLA", ["sentence"]),
+    "mrpc": ("MRPC", ["sentence1", "sentence2"]),
+    "rte": ("RTE", ["sentence1", "sentence2"]),
+    "sst2": ("SST-2", ["sentence"]),
+    "qnli": ("QNLI", ["question", "sentence"]),
+    "qqp": ("QQP", ["question1", "question2"]),
+}
+
+
+@pytest.fixture(scope="module")
+def glue(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder for `HF_HOME`: a pico BERT, its experts and nonsense rows."""
+    home = tmp_path_factory.mktemp("hub")
+    base = AutoModelForSequenceClassification.from_config(CONFIGS["bert"]())
+    folder = model_folder(home, "bert-base-uncased")
+    halfway(base, 0).bert.save_pretrained(folder)
+    write_tokenizer(folder)
+    for seed, (task, (end, columns)) in enumerate(GLUE.items()):
+        halfway(base, seed).save_pretrained(model_folder(home, f"textattack/bert-base-uncased-{end}"))
+        splits = {}
+        for split in ("train", "validation", "test"):
+            rows = sentences(seed, 40, pairs=len(columns) == 2).cast_column("label", datasets.ClassLabel(2))
+            rows = rows.select_columns([*NAMES[: len(columns)], "label"])
+            for old, new in zip(NAMES[: len(columns)], columns, strict=True):
+                rows = rows.rename_column(old, new)
+            splits[split] = rows.add_column("idx", list(range(len(rows))))
+        write_splits(home, "nyu-mll/glue", task, splits)
+    return home
+
+
+@pytest.mark.float32
+def test_glue_experts_are_merged_and_evaluated(glue: Path, tmp_path: Path) -> None:
+    pools = ["modelpool=bert-base-uncased_glue6", "taskpool=bert-base-uncased_glue6"]
+    settings = ["method.coverage=full", "method.num_calibration_samples=16", "taskpool.dataloader_kwargs.num_workers=0"]
+    saved = "merged_model_save_path='{log_dir}/merged'"
+    succeeded(fusion_bench("method=crossmean", *pools, *settings, saved, cwd=tmp_path, HF_HOME=str(glue)))
+    logs = log_folder(tmp_path / "outputs")
+    report = read_json(logs / "report.json")
+    assert set(report) == {"model_info", "average", *GLUE}
+    assert "matthews" in report["cola"]
+    assert report["cola"]["score"] == report["cola"]["matthews"]
+    assert len(read_json(logs / "crossmean_report.json")["calibration_indices"]["qqp"]) == 16
+    assert AutoModel.from_pretrained(logs / "merged").config.model_type == "bert"
+
+
+@pytest.mark.float32
+def test_glue_experts_are_made_by_one_command(glue: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fusion_bench_crossmean.text.finetune", "--task", "cola", "qqp", "--epochs", "1"]
+    output = succeeded(run([*command, "--output", "experts"], tmp_path, HF_HOME=str(glue)))
+    assert "validation accuracy" in output
+    assert sorted(path.name for path in (tmp_path / "experts").iterdir()) == ["cola", "qqp"]
+    start = AutoModel.from_pretrained(glue / "hub/models--bert-base-uncased/snapshots" / hashed("bert-base-uncased"))
+    for task in ("cola", "qqp"):
+        expert = AutoModelForSequenceClassification.from_pretrained(tmp_path / "experts" / task)
+        assert expert.config.num_labels == 2
+        assert not torch.equal(expert.bert.pooler.dense.weight, start.pooler.dense.weight)
+        assert len(AutoTokenizer.from_pretrained(tmp_path / "experts" / task)) == len(VOCABULARY)
 
 
 @pytest.mark.parametrize(("name", "count"), [("glue4", 4), ("glue6", 6)])

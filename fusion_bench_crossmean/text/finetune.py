@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -100,6 +101,17 @@ def with_labels(tokenizer: Any, items: Sequence[Any]) -> dict[str, Any]:
     return dict(encode(tokenizer, items)) | {"labels": torch.tensor([item["label"] for item in items])}
 
 
+def save_expert(folder: Path, model: Any, tokenizer: Any) -> None:
+    """Writes `folder`, whole or not at all; one that is there already is replaced."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".saving-") as temporary:
+        model.save_pretrained(Path(temporary) / "new")
+        tokenizer.save_pretrained(Path(temporary) / "new")
+        if folder.exists():
+            folder.rename(Path(temporary) / "old")
+        (Path(temporary) / "new").rename(folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--encoder", default="bert-base-uncased", help="path or name on the hub")
@@ -114,8 +126,7 @@ def main() -> None:
         rows = load_text("nyu-mll/glue", task, split="train")
         labels = rows.features["label"].num_classes
         model, tokenizer = fine_tune(arguments.encoder, rows, labels, replace(recipe, seed=recipe.seed + index), task)
-        model.save_pretrained(arguments.output / task)
-        tokenizer.save_pretrained(arguments.output / task)
+        save_expert(arguments.output / task, model, tokenizer)
         score = accuracy(model, tokenizer, load_text("nyu-mll/glue", task, split="validation"))
         tqdm.write(f"{arguments.output / task}: validation accuracy {score:.3f}")
 
