@@ -48,6 +48,8 @@ class TextClassificationTaskPool(LightningFabricMixin, BaseTaskPool):
     tokenizer: Any
     fast_dev_run: bool
 
+    _is_setup = False
+
     def __init__(
         self,
         *,
@@ -67,6 +69,19 @@ class TextClassificationTaskPool(LightningFabricMixin, BaseTaskPool):
         if wrong := {task: kind for task, kind in self.metrics.items() if kind not in METRICS}:
             raise ValueError(f"metrics must be {' or '.join(METRICS)}, not {wrong}.")
 
+    def setup(self) -> None:
+        """Loads the tokenizer and the test rows."""
+        tokenizer = instantiate(self.tokenizer)
+
+        def collate(rows: list[Any]) -> tuple[dict[str, Tensor], Tensor]:
+            return dict(encode(tokenizer, rows)), torch.tensor([row["label"] for row in rows])
+
+        self.test_dataloaders: dict[str, Any] = {}
+        for task, entry in self.test_datasets.items():
+            rows = instantiate(entry) if isinstance(entry, Mapping) or hasattr(entry, "_target_") else entry
+            self.test_dataloaders[task] = DataLoader(rows, collate_fn=collate, **self.dataloader_kwargs)
+        self._is_setup = True
+
     @torch.no_grad()
     def evaluate(self, model: nn.Module, **_: Any) -> dict[str, Any]:
         """Task -> scores, and their mean under `average`.
@@ -74,15 +89,17 @@ class TextClassificationTaskPool(LightningFabricMixin, BaseTaskPool):
         Raises:
             ValueError: the model is not the encoder that a task's head was made for.
         """
+        if not self._is_setup:
+            self.setup()
         encoder = encoder_of(model)
         trainable, total = count_parameters(encoder)
         report: dict[str, Any] = {"model_info": {"trainable_params": trainable, "all_params": total}}
-        tokenizer = instantiate(self.tokenizer)
-        for task in tqdm(self.test_datasets, desc="Evaluating tasks", disable=not self.fabric.is_global_zero):
+        tasks = list(self.test_dataloaders)
+        for task in tqdm(tasks, desc="Evaluating tasks", disable=not self.fabric.is_global_zero):
             classifier = self.load_head(task)
             put_encoder(classifier, encoder, task)
-            report[task] = self.evaluate_task(task, classifier, tokenizer)
-        tasks = list(self.test_datasets)
+            count = int(classifier.config.num_labels)
+            report[task] = self._evaluate(classifier, self.test_dataloaders[task], num_classes=count, task_name=task)
         report["average"] = {
             key: sum(report[task][key] for task in tasks) / len(tasks) for key in ("score", "accuracy", "loss")
         }
@@ -98,23 +115,15 @@ class TextClassificationTaskPool(LightningFabricMixin, BaseTaskPool):
             AutoModelForSequenceClassification.from_pretrained(entry) if isinstance(entry, str) else instantiate(entry)
         )
 
-    def evaluate_task(self, task: str, classifier: Any, tokenizer: Any) -> dict[str, float]:
-        """`score`, `accuracy`, `loss` and, where that is the score, `matthews`."""
-
-        def collate(rows: list[Any]) -> tuple[dict[str, Tensor], Tensor]:
-            return dict(encode(tokenizer, rows)), torch.tensor([row["label"] for row in rows])
-
-        entry = self.test_datasets[task]
-        rows = instantiate(entry) if isinstance(entry, Mapping) or hasattr(entry, "_target_") else entry
-        loader = DataLoader(rows, collate_fn=collate, **self.dataloader_kwargs)
-        count = int(classifier.config.num_labels)
-        kind = self.metrics.get(task, "accuracy")
+    def _evaluate(self, classifier: Any, test_loader: Any, num_classes: int, task_name: str) -> dict[str, float]:
+        """`score`, `accuracy`, `loss` and, where that is the score, `matthews`; named as in FusionBench's pools."""
+        kind = self.metrics.get(task_name, "accuracy")
         device = self.fabric.device
         classifier.to(device).eval()
-        confusion = MulticlassConfusionMatrix(count).to(device)
+        confusion = MulticlassConfusionMatrix(num_classes).to(device)
         total, loss = 0, 0.0
-        batches = itertools.islice(loader, 1 if self.fast_dev_run else None)
-        for inputs, labels in tqdm(batches, desc=task, leave=False, disable=not self.fabric.is_global_zero):
+        batches = itertools.islice(test_loader, 1 if self.fast_dev_run else None)
+        for inputs, labels in tqdm(batches, desc=task_name, leave=False, disable=not self.fabric.is_global_zero):
             there = labels.to(device)
             logits = classifier(**{key: value.to(device) for key, value in inputs.items()}).logits.float()
             loss += float(nn.functional.cross_entropy(logits, there, reduction="sum"))
