@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 import sys
 import typing
 from collections.abc import Callable
 from typing import Any
+
+from torch import Tensor, nn
 
 
 def alias_clip_vision_transformer() -> None:
@@ -35,6 +39,41 @@ def make_regmean_plusplus_mapping_bidirectional() -> None:
         RegMeanPlusPlus._config_mapping = bidict(super(RegMeanPlusPlus, RegMeanPlusPlus)._config_mapping | own)
 
 
+def let_regmean_plusplus_run_on_flat_towers() -> None:
+    """FusionBench's RegMean++ reaches into ``model.vision_model`` and takes the first item of what a layer returns.
+
+    In transformers 5 a `CLIPVisionModel` is the tower itself, and its layers return tensors. Nothing else changes. It
+    can go once FusionBench's release runs RegMean++ there (its main branch does).
+    """
+    from fusion_bench.method import RegMeanAlgorithmForCLIPPlusPlus as RegMeanPlusPlus
+    from transformers import CLIPVisionModel
+
+    stock = RegMeanPlusPlus.run
+    if "vision_model" in inspect.getsource(CLIPVisionModel.__init__) or hasattr(stock, "__wrapped__"):
+        return
+
+    @functools.wraps(stock)
+    def run(self: RegMeanPlusPlus, modelpool: Any, **kwargs: Any) -> Any:
+        view = copy.copy(modelpool)
+        view.load_model = lambda *args, **options: nested(modelpool.load_model(*args, **options))
+        return stock(self, view, **kwargs).vision_model
+
+    def layer_batches_forward(self: RegMeanPlusPlus, layer: nn.Module, batches_input: list[Tensor]) -> list[Tensor]:
+        device = next(layer.parameters()).device
+        return [layer(batch.to(device), attention_mask=None).detach().cpu() for batch in batches_input]
+
+    RegMeanPlusPlus.run = run
+    RegMeanPlusPlus.layer_batches_forward = layer_batches_forward
+
+
+def nested(tower: nn.Module) -> nn.Module:
+    """A module with `tower` as its `vision_model`, the way transformers 4 builds a `CLIPVisionModel`."""
+    outer = nn.Module()
+    outer.vision_model = tower
+    outer.device = next(tower.parameters()).device
+    return outer
+
+
 def provide_typing_override() -> None:
     """FusionBench's OpenCLIP pool imports `typing.override`, which Python has from 3.12 on.
 
@@ -56,7 +95,9 @@ def build_openclip_encoders_right() -> None:
 
     from fusion_bench_crossmean.openclip import build_encoder
 
-    ImageEncoder.__init__ = build_encoder  # type: ignore[method-assign]
+    stock = inspect.getsource(ImageEncoder.__init__)
+    if "in MODELS" in stock or "quick_gelu" not in stock:
+        ImageEncoder.__init__ = build_encoder  # type: ignore[method-assign]
 
 
 def load_pickled_encoders_safely() -> None:
@@ -70,7 +111,7 @@ def load_pickled_encoders_safely() -> None:
     from fusion_bench_crossmean.openclip import encoder_from_pickle
 
     stock = Pool.load_model
-    if hasattr(stock, "__wrapped__"):
+    if hasattr(stock, "__wrapped__") or 'if "weights_only" in kwargs else True' not in inspect.getsource(stock):
         return
 
     @functools.wraps(stock)
@@ -98,6 +139,7 @@ CURES: tuple[Callable[[], None], ...] = (
     provide_typing_override,
     alias_clip_vision_transformer,
     make_regmean_plusplus_mapping_bidirectional,
+    let_regmean_plusplus_run_on_flat_towers,
 )
 #: Those that import open_clip, which takes seconds.
 OPENCLIP_CURES: tuple[Callable[[], None], ...] = (build_openclip_encoders_right, load_pickled_encoders_safely)

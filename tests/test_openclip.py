@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import fusion_bench.modelpool
+import fusion_bench.models.open_clip
 import numpy as np
 import open_clip
 import oracles
@@ -19,19 +21,20 @@ from PIL import Image
 from tolerances import SAME, state_error
 from torch import Tensor, nn
 
-from fusion_bench_crossmean import CrossMeanAlgorithm
+from fusion_bench_crossmean import CrossMeanAlgorithm, compat
 from fusion_bench_crossmean.attention import OpenAttention, open_attentions
 from fusion_bench_crossmean.calibration import source_for
-from fusion_bench_crossmean.compat import apply_cures
 from fusion_bench_crossmean.expert_checks import activation_of
 
-apply_cures(openclip=True)
+compat.apply_cures(openclip=True)
 
 from fusion_bench.modelpool import OpenCLIPVisionModelPool  # noqa: E402
 from fusion_bench.models.open_clip import ImageEncoder  # noqa: E402
 
 from fusion_bench_crossmean.openclip import architecture_of, encoder_from_pickle  # noqa: E402
 
+#: Stands for the few names that FusionBench's encoder takes.
+MODELS = ("pico",)
 BLOCKS = "model.visual.transformer.resblocks"
 N = 24
 
@@ -232,6 +235,68 @@ def test_experts_of_two_activations_are_refused() -> None:
     experts = {"digits": encoder(1), "letters": encoder(2, "pico-quickgelu__init__")}
     with pytest.raises(ValueError, match=r"is GELU.* in 'digits' and QuickGELU.* in 'letters'"):
         merge(experts, pico_calibration(TASKS[:2]))
+
+
+class MendedEncoder(nn.Module):
+    """A release of `ImageEncoder` that needs no cure."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.model = open_clip.create_model_and_transforms(name, force_quick_gelu="openai" in name)
+
+
+class RefusingEncoder(MendedEncoder):
+    """One that still knows few names only."""
+
+    def __init__(self, name: str) -> None:
+        assert name in MODELS
+        super().__init__(name)
+        self.quick_gelu = True
+
+
+class GeluEncoder(MendedEncoder):
+    """One that still builds OpenAI's weights with GELU."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+
+
+@pytest.mark.parametrize(("release", "cured"), [(MendedEncoder, False), (RefusingEncoder, True), (GeluEncoder, True)])
+def test_encoders_are_cured_only_where_they_need_it(
+    release: type[MendedEncoder], cured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = release.__init__
+    monkeypatch.setattr(release, "__init__", own)  # put back afterwards
+    monkeypatch.setattr(fusion_bench.models.open_clip, "ImageEncoder", release)
+    compat.build_openclip_encoders_right()
+    assert (release.__init__ is not own) == cured
+
+
+class MendedPool:
+    """A release of the pool that reads whole pickled encoders."""
+
+    def load_model(self, path: str) -> Any:
+        return torch.load(path, weights_only=False)
+
+
+class FailingPool(MendedPool):
+    """One that tries to, but in the way that always fails."""
+
+    def load_model(self, path: str, **kwargs: Any) -> Any:
+        return torch.load(path, weights_only=kwargs["weights_only"] if "weights_only" in kwargs else True)
+
+
+@pytest.mark.parametrize(("release", "cured"), [(MendedPool, False), (FailingPool, True)])
+def test_the_pool_is_cured_only_where_it_needs_it(
+    release: type[Any], cured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = release.load_model
+    monkeypatch.setattr(release, "load_model", own)
+    monkeypatch.setattr(fusion_bench.modelpool, "OpenCLIPVisionModelPool", release)
+    compat.load_pickled_encoders_safely()
+    assert (release.load_model is not own) == cured
+    compat.load_pickled_encoders_safely()
+    assert getattr(release.load_model, "__wrapped__", own) is own, "a second application changes nothing"
 
 
 def saved_whole(folder: Path, seed: int, name: str = "pico__init__") -> tuple[Path, nn.Module]:
