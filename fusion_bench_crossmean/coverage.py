@@ -106,6 +106,17 @@ def linear_layers(network: nn.Module) -> list[str]:
     return found
 
 
+def norm_layers(network: nn.Module) -> list[str]:
+    """Names of the normalisation layers (LayerNorm, RMSNorm and their like) with a scale per feature."""
+    return [
+        name
+        for name, module in network.named_modules()
+        if (isinstance(module, nn.LayerNorm) or type(module).__name__.endswith("RMSNorm"))
+        and isinstance(weight := getattr(module, "weight", None), nn.Parameter)
+        and weight.ndim == 1
+    ]
+
+
 def check_weights(network: nn.Module, names: Sequence[str]) -> None:
     """Raises `ValueError` where a layer's weight is not a parameter of its own, hence cannot be solved for."""
     computed, extended = [], []

@@ -37,18 +37,22 @@ class Experts:
             is built like it.
         dtype: the one floating-point dtype of all experts' parameters, None where they differ.
         template_dtype: the same of the pretrained model; without one it is `dtype`.
+        pretrained: the pretrained model's tensors, where they were asked for.
     """
 
     weights: dict[str, Weights]
     template: nn.Module
     dtype: torch.dtype | None
     template_dtype: torch.dtype | None
+    pretrained: Weights | None = None
 
 
 def load_experts(
     modelpool: BaseModelPool,
     fits: Callable[[int], bool],
     new_file: Callable[[], Path],
+    *,
+    keep_pretrained: bool = False,
     progress: Callable[[Iterable[str], str], Iterable[str]] = lambda items, _: items,
 ) -> Experts:
     """Every expert of the pool and its pretrained model, one whole model at a time.
@@ -57,6 +61,7 @@ def load_experts(
         modelpool: FusionBench's pool.
         fits: whether all experts' tensors, so many bytes, may stay in memory.
         new_file: where to store an expert that neither may nor has a checkpoint to be read from.
+        keep_pretrained: keeps the pretrained model's tensors too.
         progress: wraps the tasks; called with them and a description.
 
     Raises:
@@ -67,20 +72,26 @@ def load_experts(
     reference: tuple[str, nn.Module] | None = None
     dtypes: set[torch.dtype] = set()
     in_memory = True
+
+    def kept(model: nn.Module) -> Weights:
+        """The model's tensors, from where they take no memory if there is such a place or need of one."""
+        tensors = {name: tensor.detach() for name, tensor in tensors_of(model).items()}
+        # What the pool holds itself would not leave memory by being read from elsewhere.
+        stored = None if modelpool.has_instance_models else checkpoint_of(model)
+        if stored is None and not in_memory:
+            stored = StoredWeights.write(new_file(), tensors)
+        return tensors if stored is None else stored
+
     for task in progress(tasks, "loading experts"):
         expert = encoder_of(modelpool.load_model(task))
         check_expert(task, expert, reference)
-        tensors = {name: tensor.detach() for name, tensor in tensors_of(expert).items()}
         if reference is None:
             reference = task, without_values(expert)
-            in_memory = modelpool.has_instance_models or fits(len(tasks) * size_of(tensors))
+            size = (len(tasks) + keep_pretrained) * size_of(tensors_of(expert))
+            in_memory = modelpool.has_instance_models or fits(size)
         dtypes |= parameter_dtypes(expert)
-        # What the pool holds itself would not leave memory by being read from elsewhere.
-        stored = None if modelpool.has_instance_models else checkpoint_of(expert)
-        if stored is None and not in_memory:
-            stored = StoredWeights.write(new_file(), tensors)
-        weights[task] = tensors if stored is None else stored
-        del expert, tensors
+        weights[task] = kept(expert)
+        del expert
     assert reference is not None
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     if not modelpool.has_pretrained:
@@ -89,8 +100,8 @@ def load_experts(
     check_expert("_pretrained_", pretrained, reference)
     dtypes = parameter_dtypes(pretrained)
     template_dtype = dtypes.pop() if len(dtypes) == 1 else None
-    template = without_values(pretrained)
-    return Experts(weights, template, dtype=dtype, template_dtype=template_dtype)
+    values = kept(pretrained) if keep_pretrained else None
+    return Experts(weights, without_values(pretrained), dtype, template_dtype, values)
 
 
 def without_values(network: nn.Module) -> nn.Module:

@@ -125,15 +125,20 @@ class Networks:
             ArithmeticError: it does not fit the networks' dtype.
         """
         for name, rows in group.split(weight, self._merged).items():
-            stored = self._merged[name]
-            stored.copy_(rows)
-            if not is_finite(stored):
-                raise ArithmeticError(
-                    f"The merged weight of layer {name.rpartition('.')[0]!r} overflows {self.dtype} (largest entry "
-                    f"{float(rows.abs().max()):.3g}). Use dtype=float32."
-                )
-            for made in self._cache.values():
-                made.pop(name, None)
+            self.store(name, rows)
+
+    @torch.no_grad()
+    def store(self, name: str, values: Tensor) -> None:
+        """Stores the values of one parameter in the merged network; see `write`."""
+        stored = self._merged[name]
+        stored.copy_(values)
+        if not is_finite(stored):
+            raise ArithmeticError(
+                f"The merged weight of layer {name.rpartition('.')[0]!r} overflows {self.dtype} (largest entry "
+                f"{float(values.abs().max()):.3g}). Use dtype=float32."
+            )
+        for made in self._cache.values():
+            made.pop(name, None)
 
     def finish(self, dtype: torch.dtype) -> nn.Module:
         """The merged network in `dtype`, its parameters as trainable as the template's.

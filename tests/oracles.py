@@ -141,6 +141,64 @@ def whole_network(
     return merged
 
 
+def lot_norm_scales(experts: Mapping[str, nn.Module], inputs: Mapping[str, Tensor]) -> State:
+    """Scale of every LayerNorm: experts' scales, weighted per feature by the energy of what they multiply.
+
+    What an expert's layer normalised is told from its result, whose scale and shift are taken off again.
+    """
+    energies: dict[str, list[Tensor]] = {}
+    scales: dict[str, list[Tensor]] = {}
+    for task, expert in experts.items():
+        scratch = copy.deepcopy(expert).eval()
+        for name, norm in scratch.named_modules():
+            if isinstance(norm, nn.LayerNorm):
+                scales.setdefault(f"{name}.weight", []).append(norm.weight.detach())
+
+                def note(norm: Any, _: Any, result: Tensor, name: str = name) -> None:
+                    normalised = (result - norm.bias) / norm.weight
+                    energies.setdefault(f"{name}.weight", []).append(normalised.flatten(0, -2).square().sum(0))
+
+                norm.register_forward_hook(note)
+        with torch.no_grad():
+            scratch(inputs[task])
+    return {
+        name: sum(n * gamma for n, gamma in zip(energies[name], scales[name], strict=True)) / sum(energies[name])
+        for name in scales
+    }
+
+
+def whole_network_lot(
+    pretrained: nn.Module,
+    experts: Mapping[str, nn.Module],
+    inputs: Mapping[str, Tensor],
+    groups: Sequence[Sequence[str]],
+    *,
+    path_points: Sequence[float],
+    left_point: float = 0.0,
+) -> State:
+    """LOT and its combinations: least squares of least norm on the stacked rows (SVD), for task vectors."""
+    origin, merged = pretrained.state_dict(), average(experts) | lot_norm_scales(experts, inputs)
+    for group in groups:
+        lefts, targets = [], []
+        for task, expert in experts.items():
+            state = expert.state_dict()
+            names = [weight_of(name) for name in group]
+            points = [
+                layer_inputs(pretrained, mixed(merged, state, point), group[0], inputs[task])
+                for point in (left_point, *path_points)
+            ]
+            vector = torch.cat([state[name] - origin[name] for name in names])
+            lefts.append(points[0])
+            targets.append(torch.stack(points[1:]).mean(0) @ vector.T)
+        solved = torch.linalg.lstsq(torch.cat(lefts), torch.cat(targets), driver="gelsd").solution.T
+        start = 0
+        for name in group:
+            rows = len(merged[weight_of(name)])
+            merged[weight_of(name)] = origin[weight_of(name)] + solved[start : start + rows]
+            start += rows
+    return merged
+
+
 def weight_of(layer: str) -> str:
     """The parameter of a layer; the stacked projection of a fused attention is a parameter of the attention."""
     return layer.replace("fused_in_proj", "in_proj_weight") if layer.endswith("fused_in_proj") else f"{layer}.weight"

@@ -3,6 +3,11 @@
 from fusion_bench_crossmean.method.alignment_criterion import AlignmentCriterionAnalyzer
 from fusion_bench_crossmean.method.cross_statistic import CrossStatisticAlgorithm
 from fusion_bench_crossmean.method.crossmean import CrossMeanAlgorithm
+from fusion_bench_crossmean.method.lot import (
+    LOTAlgorithm,
+    LOTCrossMeanAlgorithm,
+    LOTProgressiveRegMeanAlgorithm,
+)
 from fusion_bench_crossmean.method.progressive_regmean import ProgressiveRegMeanAlgorithm
 from fusion_bench_crossmean.method.regmean import RegMeanAlgorithm
 
@@ -10,6 +15,9 @@ __all__ = [
     "AlignmentCriterionAnalyzer",
     "CrossMeanAlgorithm",
     "CrossStatisticAlgorithm",
+    "LOTAlgorithm",
+    "LOTCrossMeanAlgorithm",
+    "LOTProgressiveRegMeanAlgorithm",
     "ProgressiveRegMeanAlgorithm",
     "RegMeanAlgorithm",
 ]

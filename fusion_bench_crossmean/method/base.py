@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from fusion_bench import auto_register_config
 from fusion_bench.modelpool import BaseModelPool
-from torch import nn
+from torch import Tensor, nn
 
 from fusion_bench_crossmean.coverage import LayerGroup
 from fusion_bench_crossmean.linear_system import LinearSystem, Solution
@@ -76,16 +76,16 @@ class LayerwiseMerge(CalibratedAlgorithm):
     def input_pair(self, inputs: Inputs) -> InputPair:
         """Left and right inputs of one batch: what the merged layer receives and what it is fitted to."""
 
-    def linear_system(self, group: LayerGroup, workspace: Workspace, **ablations: float) -> LinearSystem:
+    def linear_system(self, kind: type[LinearSystem] = LinearSystem, **options: Any) -> LinearSystem:
         """The empty system of one layer group, with this method's settings."""
-        return LinearSystem(
-            self.reduce_non_diagonal_ratio,
-            self.relative_ridge,
-            task_weighting=self.task_weighting,
-            name=group.name,
-            workspace=workspace,
-            **ablations,
-        )
+        return kind(self.reduce_non_diagonal_ratio, self.relative_ridge, task_weighting=self.task_weighting, **options)
+
+    def prepare(self, material: Material, networks: Networks) -> None:
+        """What a method does to the averaged network before the walk: nothing."""
+
+    def origin(self, material: Material, networks: Networks, group: LayerGroup) -> Tensor | None:
+        """What the experts' weights of a group are counted from, shape (out, in); None is zero."""
+        return None
 
     def run(  # pyright: ignore[reportIncompatibleMethodOverride]  (FusionBench's returns nothing)
         self, modelpool: BaseModelPool | Mapping[str, nn.Module], calibration: Mapping[str, Any] | None = None
@@ -111,8 +111,9 @@ class LayerwiseMerge(CalibratedAlgorithm):
         with self.computing(), self.prepared(pool, calibration) as material:
             with self.profile("average"):
                 networks = self.networks(material, self.network_points)
+            self.prepare(material, networks)
             with self.walking(material, networks) as walker:
-                layers = self._merge(walker, networks)
+                layers = self._merge(walker, networks, material)
             experts = material.experts
             merged = networks.finish(
                 getattr(torch, self.dtype) if self.dtype else experts.template_dtype or torch.float32
@@ -120,21 +121,27 @@ class LayerwiseMerge(CalibratedAlgorithm):
             self._report(material, walker, layers)
         return merged
 
-    def _merge(self, walker: Walker, networks: Networks) -> list[dict[str, Any]]:
+    def _merge(self, walker: Walker, networks: Networks, material: Material) -> list[dict[str, Any]]:
         layers, workspace = [], Workspace()
         for group, inputs in self.walked(walker):  # depth order; all forwards wait here
-            system = self.linear_system(group, workspace)
+            system = self.linear_system(name=group.name, workspace=workspace)
+            origin = self.origin(material, networks, group)
             records = {}
             with self.profile("statistics"):
                 for task in networks.experts:
                     pairs = (self.input_pair(batch) for batch in inputs[task])
                     weight = networks.expert_weight(task, group)
+                    target = weight if origin is None else weight.to(origin) - origin
                     factor = self.task_weights.get(task, 1.0)
-                    sums = system.add_task(pairs, weight, factor, task, num_batches=len(inputs[task]))
+                    sums = system.add_task(pairs, target, factor, task, num_batches=len(inputs[task]))
                     records[task] = TaskRecord(sums.rows, sums.alignment(), sums.drift())
             with self.profile("solve"):
-                solution = system.solve(fallback=networks.merged_weight(group))
-                networks.write(group, solution.weight)
+                if origin is None:
+                    solution = system.solve(fallback=networks.merged_weight(group))
+                    networks.write(group, solution.weight)
+                else:
+                    solution = system.solve(fallback=torch.zeros_like(origin))
+                    networks.write(group, origin + solution.weight)
             layers.append(layer_record(group, records, solution))
         return layers
 

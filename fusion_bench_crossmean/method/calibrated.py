@@ -24,10 +24,11 @@ from fusion_bench_crossmean.expert_checks import NO_EXPERTS, activation_of
 from fusion_bench_crossmean.expert_loading import load_experts
 from fusion_bench_crossmean.memory import memory_of
 from fusion_bench_crossmean.method.material import Material
+from fusion_bench_crossmean.method.outputs import check_outputs, report_path
 from fusion_bench_crossmean.method.settings import check_choice, check_integer, check_number
 from fusion_bench_crossmean.networks import Networks
 from fusion_bench_crossmean.paired_statistics import float32_products
-from fusion_bench_crossmean.report import check_writable, environment, peak_memory, unused
+from fusion_bench_crossmean.report import environment, peak_memory
 from fusion_bench_crossmean.schedule import Need, Schedule, choose_schedule
 from fusion_bench_crossmean.walker import Walker
 from fusion_bench_crossmean.weights import tensors_of
@@ -73,6 +74,8 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
 
     #: Default file name of the report.
     report_name = "crossmean_report.json"
+    #: Whether the pretrained model's weights are used, not its structure alone.
+    needs_pretrained = False
 
     # Stored by `auto_register_config`:
     coverage: Coverage
@@ -149,11 +152,15 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
             modelpool: FusionBench's pool.
             calibration: task -> inputs, see `calibration.plain`; None takes them from the pool.
         """
-        for path in self._outputs():
-            check_writable(path)
+        check_outputs(self.output_path(), getattr(self._program, "merged_model_save_path", None), self.log_dir)
         tasks = modelpool.model_names
         if not tasks:
             raise ValueError(NO_EXPERTS)
+        if self.needs_pretrained and not modelpool.has_pretrained:
+            raise ValueError(
+                f"{type(self).__name__} needs the pretrained model; the pool has {', '.join(map(repr, tasks))}. Add "
+                "'_pretrained_' to modelpool.models."
+            )
         count = self.num_calibration_samples
         if RuntimeConstants().debug:
             count = min(count, FAST_DEV_SAMPLES, self.batch_size)
@@ -167,6 +174,7 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
                     modelpool,
                     fits=self._experts_fit,
                     new_file=lambda: Path(folder) / f"{next(numbers)}.safetensors",
+                    keep_pretrained=self.needs_pretrained,
                     progress=self.progress,
                 )
                 layers = covered_layers(experts.template, self.coverage)
@@ -276,24 +284,7 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
 
     def output_path(self) -> Path | None:
         """Where the report goes; None: nowhere."""
-        if self.report_path is not None:
-            if self.log_dir is None and "{log_dir}" in self.report_path:
-                raise ValueError(
-                    f"report_path is {self.report_path!r}, but outside FusionBench there is no log folder."
-                )
-            return Path(self.report_path.replace("{log_dir}", str(self.log_dir)))
-        if self.log_dir is not None:
-            return unused(Path(self.log_dir) / self.report_name)  # the jobs of one `-m` share their log folder
-        return None
-
-    def _outputs(self) -> Iterator[Path]:
-        """Every file that this run is going to write, FusionBench's merged model included."""
-        if (path := self.output_path()) is not None:
-            yield path
-        saved = getattr(self._program, "merged_model_save_path", None)
-        if saved is not None:
-            # A file or a folder, as the pool saves.
-            yield Path(saved.format(log_dir=self.log_dir)).parent / "merged_model"
+        return report_path(self.report_path, self.log_dir, self.report_name)
 
     def _is_rank_zero(self) -> bool:
         return self._fabric_instance is None or self._fabric_instance.is_global_zero

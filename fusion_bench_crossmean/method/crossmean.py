@@ -7,13 +7,11 @@ from typing import Any
 
 from fusion_bench import auto_register_config
 
-from fusion_bench_crossmean.coverage import LayerGroup
 from fusion_bench_crossmean.linear_system import LinearSystem
 from fusion_bench_crossmean.method.base import LayerwiseMerge
 from fusion_bench_crossmean.method.settings import check_number
 from fusion_bench_crossmean.paired_statistics import InputPair
 from fusion_bench_crossmean.walker import Inputs
-from fusion_bench_crossmean.workspace import Workspace
 
 
 @auto_register_config
@@ -55,9 +53,9 @@ class CrossMeanAlgorithm(LayerwiseMerge):
             return inputs[0], inputs[0]
         return inputs[0], [inputs[point] for point in self.path_points]
 
-    def linear_system(self, group: LayerGroup, workspace: Workspace, **ablations: float) -> LinearSystem:
+    def linear_system(self, **options: Any) -> LinearSystem:
         own = {"symmetric_weight": self.symmetric_weight, "gram_shrinkage": self.gram_shrinkage}
-        return super().linear_system(group, workspace, **own | ablations)
+        return super().linear_system(**own, **options)
 
 
 def check_path_points(points: Any) -> list[float]:

@@ -1,0 +1,36 @@
+"""Where a run writes, and the check that it can, before any long work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fusion_bench_crossmean.report import check_writable, unused
+
+
+def report_path(setting: str | None, log_dir: str | Path | None, name: str) -> Path | None:
+    """Where a report goes; None: nowhere.
+
+    Args:
+        setting: `report_path`, with ``{log_dir}`` for FusionBench's log folder; None: into that folder.
+        log_dir: that folder; None outside FusionBench's programs.
+        name: of the file there.
+
+    Raises:
+        ValueError: the setting speaks of a log folder where there is none.
+    """
+    if setting is not None:
+        if log_dir is None and "{log_dir}" in setting:
+            raise ValueError(f"report_path is {setting!r}, but outside FusionBench there is no log folder.")
+        return Path(setting.replace("{log_dir}", str(log_dir)))
+    if log_dir is not None:
+        return unused(Path(log_dir) / name)  # the jobs of one `-m` share their log folder
+    return None
+
+
+def check_outputs(report: Path | None, saved_model: str | None, log_dir: str | Path | None) -> None:
+    """Raises `OSError` where the report, or the model that FusionBench is going to save, cannot be written."""
+    if report is not None:
+        check_writable(report)
+    if saved_model is not None:
+        # A file or a folder, as the pool saves.
+        check_writable(Path(saved_model.format(log_dir=log_dir)).parent / "merged_model")
