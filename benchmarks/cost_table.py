@@ -73,12 +73,12 @@ class Bench:
         self.device = device
         self.fabric = fabric_for(device)
         self.bar = tqdm(total=cells, dynamic_ncols=True)
-        self._pools: dict[Workload, dict[bool, RandomExpertPool]] = {}
+        self._pools: dict[Workload, RandomExpertPool] = {}
 
     def open(self, workload: Workload) -> None:
         """Makes a workload's images, once and outside of every time."""
         if workload not in self._pools:
-            self._pools[workload] = workload.pools()
+            self._pools[workload] = workload.pool()
 
     def merge(self, run: Run) -> Any:
         """One merge of an opened workload."""

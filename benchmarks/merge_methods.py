@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from lightning import Fabric
 from omegaconf import OmegaConf
-from random_experts import SIZES, NestedExpertPool, RandomExpertPool, random_images, save_experts
+from random_experts import SIZES, RandomExpertPool, random_images, save_experts
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
@@ -60,15 +60,7 @@ class FusionBenchRegMean(WithoutHeads, RegMeanAlgorithmForCLIP):
 
 
 class FusionBenchRegMeanPlusPlus(WithoutHeads, RegMeanAlgorithmForCLIPPlusPlus):
-    """FusionBench's RegMean++ without its zero-shot heads, and with layers that return a tensor (transformers 5)."""
-
-    def layer_batches_forward(self, layer: nn.Module, batches_input: list[Tensor]) -> Any:
-        device = next(layer.parameters()).device
-        outputs = []
-        for batch in batches_input:
-            output = layer(batch.to(device), attention_mask=None, causal_attention_mask=None)
-            outputs.append((output if isinstance(output, Tensor) else output[0]).detach().cpu())
-        return outputs
+    """FusionBench's RegMean++ without its zero-shot heads; under transformers 5 with the cures of `compat`."""
 
 
 def regmean_settings(samples: int) -> dict[str, Any]:
@@ -94,12 +86,10 @@ class Method:
     Args:
         label: in tables.
         build: images per task -> algorithm.
-        nested: whether it needs the tower in an attribute `vision_model`.
     """
 
     label: str
     build: Callable[[int], Any]
-    nested: bool = False
 
 
 METHODS = {
@@ -109,7 +99,6 @@ METHODS = {
     "fusion_bench_regmean_plusplus": Method(
         "FusionBench RegMean++",
         lambda samples: FusionBenchRegMeanPlusPlus(**regmean_settings(samples)),
-        nested=True,
     ),
     "regmean_mlp": Method("RegMean, mlp", our_method(ours.RegMeanAlgorithm)),
     "progressive_regmean_mlp": Method("Progressive RegMean, mlp", our_method(ours.ProgressiveRegMeanAlgorithm)),
@@ -147,10 +136,9 @@ class Workload:
         """Writes its experts."""
         save_experts(self.folder, SIZES[self.size], layers=self.layers, tasks=self.tasks)
 
-    def pools(self) -> dict[bool, RandomExpertPool]:
-        """The pool of flat towers (False) and the one of nested towers (True), over the same images."""
-        images = random_images(SIZES[self.size], tasks=self.tasks, samples=self.samples)
-        return {False: RandomExpertPool(self.folder, images), True: NestedExpertPool(self.folder, images)}
+    def pool(self) -> RandomExpertPool:
+        """The experts, and images in memory."""
+        return RandomExpertPool(self.folder, random_images(SIZES[self.size], tasks=self.tasks, samples=self.samples))
 
     def as_record(self) -> dict[str, Any]:
         """Everything but the folder."""
@@ -164,14 +152,13 @@ def fabric_for(device: str) -> Fabric:
     return Fabric(accelerator=device, devices=1)
 
 
-def merge(method: str, workload: Workload, pools: dict[bool, RandomExpertPool], fabric: Fabric) -> Any:
+def merge(method: str, workload: Workload, pool: RandomExpertPool, fabric: Fabric) -> Any:
     """Runs a method from the checkpoints to the merged model; returns the algorithm, which may hold a report."""
-    chosen = METHODS[method]
-    algorithm = chosen.build(workload.samples)
+    algorithm = METHODS[method].build(workload.samples)
     algorithm._fabric_instance = fabric
     torch.manual_seed(0)  # FusionBench draws from torch's global generator
     with silence():
-        algorithm.run(pools[chosen.nested])
+        algorithm.run(pool)
     if fabric.device.type == "cuda":
         torch.cuda.synchronize()
     return algorithm
@@ -211,9 +198,9 @@ def main() -> None:
     silence_logs()
     shape = (arguments.size, arguments.layers, arguments.tasks, arguments.samples)
     workload = Workload(arguments.root, *shape)
-    fabric, pools = fabric_for(arguments.device), workload.pools()
+    fabric, pool = fabric_for(arguments.device), workload.pool()
     before = resident_peak()
-    merge(arguments.method, workload, pools, fabric)
+    merge(arguments.method, workload, pool, fabric)
     if arguments.device == "cuda":
         peaks = {"before_gib": 0.0, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
     else:

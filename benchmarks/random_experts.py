@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from fusion_bench.modelpool import CLIPVisionModelPool
 from omegaconf import OmegaConf
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
 #: Standard deviation of what an expert adds to a tensor, in multiples of the tensor's own.
@@ -96,22 +96,6 @@ class RandomExpertPool(CLIPVisionModelPool):
 
     def load_train_dataset(self, dataset_name: str, *_: Any, **__: Any) -> Any:
         return self.images_by_task[dataset_name]
-
-
-class NestedExpertPool(RandomExpertPool):
-    """The same experts with their tower in an attribute `vision_model`, where RegMean++ looks for it."""
-
-    def load_model(self, *args: Any, **kwargs: Any) -> Any:
-        model = super().load_model(*args, **kwargs)
-        return model if hasattr(model, "vision_model") else Nested(model)
-
-
-class Nested(nn.Module):
-    """A tower as transformers 4 stored it."""
-
-    def __init__(self, tower: nn.Module) -> None:
-        super().__init__()
-        self.vision_model = tower
 
 
 def unchanged(image: Tensor) -> Tensor:

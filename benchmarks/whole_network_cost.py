@@ -180,7 +180,7 @@ def main() -> None:
         with silence():
             workload.save()
             warm_up.save()
-        small, pool = warm_up.pools()[False], workload.pools()[False]
+        small, pool = warm_up.pool(), workload.pool()
         for merge in ways.values():  # what is imported and initialised once in a process is not timed
             timed(merge, small, fabric.device)
         for _ in tqdm(range(arguments.repeats), desc="repeats"):

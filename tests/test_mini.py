@@ -12,15 +12,16 @@ from cli import ROOT, failed, fusion_bench, log_folder, read_json, succeeded
 from safetensors import safe_open
 from transformers import CLIPModel, CLIPVisionModel
 
-from fusion_bench_crossmean.mini.assets import asset_folder
-from fusion_bench_crossmean.mini.tasks import PREFIX, PROMPTS, load_split, read_split
+from fusion_bench_crossmean.mini.assets import VARIANTS, asset_folder
+from fusion_bench_crossmean.mini.tasks import PREFIX, PROMPTS, TASK_SETS, load_split, read_split
 
 pytest_plugins = ("cli",)
 pytestmark = pytest.mark.float32
 
 MINI = ROOT / "fusion_bench_crossmean" / "mini"
 POOLS = ("modelpool=mini-clip_TA8", "taskpool=mini-clip_TA8")
-TASKS = [PREFIX + task for task in PROMPTS]
+TASKS = [PREFIX + task for task in TASK_SETS["TA8"]]
+SIZES = {"icons": (888, 296)}
 CHECKPOINTS = ["pretrained", *TASKS]
 
 
@@ -36,7 +37,7 @@ def accuracies(report: Path) -> dict[str, float]:
 def test_splits_have_their_rows_and_all_classes(task):
     train, test = load_split(task, "train"), load_split(PREFIX + task, "test")
     names = train.features["label"].names
-    assert (len(train), len(test)) == (1500, 500)
+    assert (len(train), len(test)) == SIZES.get(task, (1500, 500))
     assert test.features["label"].names == names
     assert len(set(names)) == len(names)
     assert set(train["label"]) == set(test["label"]) == set(range(len(names)))
@@ -47,8 +48,7 @@ def test_splits_have_their_rows_and_all_classes(task):
 @pytest.mark.parametrize("task", PROMPTS)
 def test_no_image_is_in_both_splits(task):
     train, test = ({image.tobytes() for image in read_split(task, split).images} for split in ("train", "test"))
-    assert len(train) == 1500
-    assert len(test) == 500
+    assert (len(train), len(test)) == SIZES.get(task, (1500, 500))
     assert not train & test
 
 
@@ -116,9 +116,22 @@ def test_stock_regmean_runs_on_the_mini_pools(tmp_path):
     assert set(accuracies(log_folder(tmp_path / "outputs") / "report.json")) == {*TASKS, "average"}
 
 
-def test_gelu_variant_that_is_not_built_names_the_command(tmp_path):
-    pools = ("modelpool=mini-clip-gelu_TA8", "taskpool=mini-clip-gelu_TA8")
+@pytest.mark.parametrize("name", ["mini-clip-gelu_TA8", "mini-clip-gelu-deep_TALL14"])
+def test_a_variant_that_is_not_built_names_the_command(name, tmp_path):
     cache = {"FUSION_BENCH_CROSSMEAN_CACHE": str(tmp_path / "cache")}
-    message = failed(fusion_bench("method=crossmean", *pools, cwd=tmp_path, **cache))
-    assert "python -m fusion_bench_crossmean.mini.build_clip --activation gelu" in message
+    message = failed(fusion_bench("method=crossmean", f"modelpool={name}", f"taskpool={name}", cwd=tmp_path, **cache))
+    tasks = name.rpartition("_")[2]
+    command = f"python -m fusion_bench_crossmean.mini.build_clip --activation gelu --tasks {tasks} --layers "
+    assert command + ("12" if "deep" in name else "6") in message
     assert str(tmp_path / "cache") in message
+
+
+def test_every_variant_finds_its_own_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("FUSION_BENCH_CROSSMEAN_CACHE", str(tmp_path))
+    built = [variant for name, variant in VARIANTS.items() if name != "mini-clip"]
+    for index, variant in enumerate(built):
+        folder = tmp_path / f"{variant.folder}-{index:08x}" / "pretrained"
+        folder.mkdir(parents=True)
+        (folder / "config.json").touch()
+    found = {asset_folder(name).name: variant.folder for name, variant in VARIANTS.items() if name != "mini-clip"}
+    assert found == {f"{variant.folder}-{index:08x}": variant.folder for index, variant in enumerate(built)}

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,50 @@ from fusion_bench_crossmean.compat import apply_cures
 from fusion_bench_crossmean.mini.tasks import register_tasks
 
 WEIGHTS_DIR = Path(__file__).parent / "weights"
-BUILD_COMMANDS = {
-    "mini-clip-gelu": "python -m fusion_bench_crossmean.mini.build_clip --activation gelu",
-    "mini-bert": "python -m fusion_bench_crossmean.mini.build_bert",
+#: Of the mini CLIP's vision tower, where nothing else is said.
+NUM_LAYERS = 6
+#: Digits at the end of a folder's name.
+HASH_DIGITS = 8
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One set of the mini CLIP's weights.
+
+    Args:
+        activation: `quick_gelu` or `gelu`.
+        tasks: a key of `TASK_SETS`.
+        layers: of the vision tower.
+    """
+
+    activation: str = "quick_gelu"
+    tasks: str = "TA8"
+    layers: int = NUM_LAYERS
+
+    @property
+    def folder(self) -> str:
+        """The beginning of its folder's name; a hash follows."""
+        tasks = [self.tasks] if self.tasks != "TA8" else []
+        layers = [f"{self.layers}layers"] if self.layers != NUM_LAYERS else []
+        return "-".join(["mini-clip", self.activation, *tasks, *layers])
+
+    @property
+    def command(self) -> str:
+        """What builds it."""
+        options = f"--activation {self.activation} --tasks {self.tasks} --layers {self.layers}"
+        return f"python -m fusion_bench_crossmean.mini.build_clip {options}"
+
+
+#: Names of the mini CLIP's weights in the configs.
+VARIANTS = {
+    "mini-clip": Variant(),
+    "mini-clip-gelu": Variant("gelu"),
+    "mini-clip-TALL14": Variant(tasks="TALL14"),
+    "mini-clip-gelu-TALL14": Variant("gelu", "TALL14"),
+    "mini-clip-deep-TALL14": Variant(tasks="TALL14", layers=12),
+    "mini-clip-gelu-deep-TALL14": Variant("gelu", "TALL14", 12),
 }
+BERT_COMMAND = "python -m fusion_bench_crossmean.mini.build_bert"
 
 
 def cache_folder() -> Path:
@@ -26,7 +67,7 @@ def cache_folder() -> Path:
 
 
 def asset_folder(name: str) -> Path:
-    """The folder of ``mini-clip``, ``mini-clip-gelu`` or ``mini-bert``, ready for use.
+    """The folder of an asset (a key of `VARIANTS`, or ``mini-bert``), ready for use.
 
     Folder names end in a hash of the weights, because FusionBench caches zero-shot heads by model path.
 
@@ -34,17 +75,14 @@ def asset_folder(name: str) -> Path:
         ValueError: no such asset.
         FileNotFoundError: it has to be built first; the message has the command.
     """
-    places = {
-        "mini-clip": (WEIGHTS_DIR, "mini-clip-quick_gelu"),
-        "mini-clip-gelu": (cache_folder(), "mini-clip-gelu"),
-        "mini-bert": (cache_folder(), "mini-bert"),
-    }
-    if name not in places:
-        raise ValueError(f"There is no asset {name!r}; there are {', '.join(places)}.")
-    root, prefix = places[name]
-    found = sorted(root.glob(f"{prefix}-*/pretrained/config.json"), key=lambda path: path.stat().st_mtime)
+    prefixes = {key: variant.folder for key, variant in VARIANTS.items()} | {"mini-bert": "mini-bert"}
+    if name not in prefixes:
+        raise ValueError(f"There is no asset {name!r}; there are {', '.join(prefixes)}.")
+    root = WEIGHTS_DIR if name == "mini-clip" else cache_folder()
+    pattern = f"{prefixes[name]}-{'?' * HASH_DIGITS}/pretrained/config.json"
+    found = sorted(root.glob(pattern), key=lambda path: path.stat().st_mtime)
     if not found:
-        command = BUILD_COMMANDS.get(name, "install the package again")
+        command = BERT_COMMAND if name == "mini-bert" else VARIANTS[name].command
         raise FileNotFoundError(f"The weights of {name!r} are not in {root}. Build them (10 to 20 minutes): {command}")
     apply_cures()
     register_tasks()
@@ -61,8 +99,8 @@ def publish(folder: Path, name: Path, record: Mapping[str, Any]) -> Path:
 
 
 def hash_of(folder: Path) -> str:
-    """Eight hex digits that change with any weight in `folder`."""
+    """Hex digits that change with any weight in `folder`."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.safetensors")):
         digest.update(path.read_bytes())
-    return digest.hexdigest()[:8]
+    return digest.hexdigest()[:HASH_DIGITS]

@@ -2,6 +2,8 @@
 
     python -m fusion_bench_crossmean.mini.build_clip --activation quick_gelu
 
+    python -m fusion_bench_crossmean.mini.build_clip --activation quick_gelu --tasks TALL14 --layers 12
+
 follows the protocol of the papers: pretraining trains both towers; fine-tuning trains the vision tower alone,
 against the frozen zero-shot head (the text features of the task's class names). Training sees training rows only.
 """
@@ -12,6 +14,7 @@ import argparse
 import copy
 import json
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -23,14 +26,13 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import CLIPConfig, CLIPModel, CLIPProcessor, CLIPVisionModel
 
-from fusion_bench_crossmean.mini.assets import cache_folder, publish
-from fusion_bench_crossmean.mini.tasks import IMAGE_SIDE, PREFIX, PROMPTS, fill_prompt, read_split
+from fusion_bench_crossmean.mini.assets import NUM_LAYERS, Variant, cache_folder, publish
+from fusion_bench_crossmean.mini.tasks import IMAGE_SIDE, PREFIX, PROMPTS, TASK_SETS, fill_prompt, read_split
 from fusion_bench_crossmean.report import environment
 
 VISION = {
     "hidden_size": 112,
     "intermediate_size": 448,
-    "num_hidden_layers": 6,
     "num_attention_heads": 4,
     "image_size": IMAGE_SIDE,
     "patch_size": 7,
@@ -98,12 +100,12 @@ def write_tokenizer_and_processor(folder: Path) -> None:
     (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
 
 
-def make_config(activation: str) -> CLIPConfig:
-    """The mini CLIP: 0.93 M parameters of vision tower, byte-level text tower."""
+def make_config(activation: str, num_layers: int = NUM_LAYERS) -> CLIPConfig:
+    """The mini CLIP: a vision tower (0.93 M parameters with six layers), a byte-level text tower."""
     begin, end = 512, 513
     text = TEXT | {"vocab_size": 514, "max_position_embeddings": CONTEXT_LENGTH, "projection_dim": PROJECTION}
     text |= {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": end, "hidden_act": activation}
-    vision = VISION | {"projection_dim": PROJECTION, "hidden_act": activation}
+    vision = VISION | {"num_hidden_layers": num_layers, "projection_dim": PROJECTION, "hidden_act": activation}
     return CLIPConfig(text_config=text, vision_config=vision, projection_dim=PROJECTION)
 
 
@@ -112,10 +114,10 @@ def to_pixels(images: Tensor) -> Tensor:
     return images.permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
-def load_tensors(processor: CLIPProcessor, rows: slice) -> dict[str, TaskTensors]:
-    """Every task's training rows in the range `rows`."""
+def load_tensors(processor: CLIPProcessor, names: Sequence[str], rows: slice) -> dict[str, TaskTensors]:
+    """The training rows of every task in `names` in the range `rows`."""
     tasks = {}
-    for task in PROMPTS:
+    for task in names:
         split = read_split(task, "train")
         texts = [fill_prompt(task, name) for name in split.class_names]
         tokens = processor.tokenizer(texts, return_tensors="pt", padding="max_length", max_length=48)
@@ -236,17 +238,19 @@ def vision_tower(model: CLIPModel) -> CLIPVisionModel:
     return tower
 
 
-def build(output: Path, activation: str, recipe: Recipe) -> dict[str, dict[str, float]]:
+def build(
+    output: Path, activation: str, recipe: Recipe, names: Sequence[str], num_layers: int = NUM_LAYERS
+) -> dict[str, dict[str, float]]:
     """Trains everything and writes `output`/{pretrained, <task>...}; returns training-set (or hold-out) accuracies."""
     pretrained_dir = output / "pretrained"
     pretrained_dir.mkdir(parents=True, exist_ok=True)
     write_tokenizer_and_processor(pretrained_dir)
     processor = CLIPProcessor.from_pretrained(pretrained_dir)
-    tasks = load_tensors(processor, slice(recipe.holdout, None))
-    judged = load_tensors(processor, slice(recipe.holdout)) if recipe.holdout else tasks
+    tasks = load_tensors(processor, names, slice(recipe.holdout, None))
+    judged = load_tensors(processor, names, slice(recipe.holdout)) if recipe.holdout else tasks
 
     torch.manual_seed(recipe.seed)
-    model = CLIPModel(make_config(activation))
+    model = CLIPModel(make_config(activation, num_layers))
     pretrain(model, tasks, recipe)
     save_half(model, pretrained_dir)
     scores = {"pretrained": {name: accuracy(model, task) for name, task in judged.items()}, "expert": {}}
@@ -261,6 +265,8 @@ def build(output: Path, activation: str, recipe: Recipe) -> dict[str, dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--activation", choices=["quick_gelu", "gelu"], default="gelu")
+    parser.add_argument("--tasks", choices=list(TASK_SETS), default="TA8")
+    parser.add_argument("--layers", type=int, default=NUM_LAYERS, help=f"of the vision tower ({NUM_LAYERS})")
     parser.add_argument("--output", type=Path, help="folder for the weights' folder (default: the package's cache)")
     for setting in fields(Recipe):
         option = "--" + setting.name.replace("_", "-")
@@ -271,15 +277,16 @@ def main() -> None:
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root, prefix=".building-") as temporary:
         folder = Path(temporary) / "weights"
-        scores = build(folder, arguments.activation, recipe)
+        scores = build(folder, arguments.activation, recipe, TASK_SETS[arguments.tasks], arguments.layers)
+        variant = Variant(arguments.activation, arguments.tasks, arguments.layers)
         record = {
-            "command": f"python -m fusion_bench_crossmean.mini.build_clip --activation {arguments.activation}",
+            "command": variant.command,
             "recipe": asdict(recipe),
             "accuracy_on": "held-out training rows" if recipe.holdout else "training rows",
             "accuracy": scores,
             "versions": environment(),
         }
-        final = publish(folder, root / f"mini-clip-{arguments.activation}", record)
+        final = publish(folder, root / variant.folder, record)
     means = {kind: sum(by_task.values()) / len(by_task) for kind, by_task in scores.items()}
     tqdm.write(f"{final}: mean accuracy on {record['accuracy_on']} {means}")
 

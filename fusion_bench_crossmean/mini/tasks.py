@@ -27,7 +27,16 @@ PROMPTS = {
     "textures": "a texture of {}",
     "letters": "the letter {}",
     "cyrillic": "the cyrillic letter {}",
+    "optdigits": "the scanned digit {}",
+    "fontdigits": "the printed digit {}",
+    "greek": "the greek letter {}",
+    "fontfamily": "text in the font {}",
+    "fontweight": "text in a {} font",
+    "icons": "an icon with the overlay {}",
 }
+
+#: Set of tasks -> its tasks, as in the names of the pools.
+TASK_SETS = {"TA8": list(PROMPTS)[:8], "TALL14": list(PROMPTS)}
 
 #: Side of the images that the mini CLIP reads, in pixels.
 IMAGE_SIDE = 28
@@ -80,7 +89,7 @@ def load_split(task: str, split: Literal["train", "test"]) -> datasets.Dataset:
 
     Args:
         task: with or without the prefix `mini-`.
-        split: `train` (1,500 rows) or `test` (500 rows).
+        split: `train` (1,500 rows, `icons` 888) or `test` (500 rows, `icons` 296).
     """
     rows = read_split(task.removeprefix(PREFIX), split)
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=rows.class_names)})
