@@ -457,8 +457,8 @@ def test_a_merged_weight_that_overflows_its_dtype_is_an_error_that_names_the_lay
         expert.half()
 
     class Huge(RegMeanAlgorithm):
-        def linear_system(self, group: Any, workspace: Any) -> LinearSystem:
-            system = super().linear_system(group, workspace)
+        def linear_system(self, **options: Any) -> LinearSystem:
+            system = super().linear_system(**options)
             solve = system.solve
 
             def scaled(fallback: Tensor) -> Any:
@@ -608,9 +608,9 @@ def test_a_pool_that_loads_lazily_has_three_models_alive_whatever_depth_and_task
             return Counted(depth=depth, seed=self.all_model_names.index(model_name_or_config))
 
     class Watched(CrossMeanAlgorithm):
-        def linear_system(self, group: Any, workspace: Any) -> LinearSystem:
+        def linear_system(self, **options: Any) -> LinearSystem:
             while_solving.append(len(alive))
-            return super().linear_system(group, workspace)
+            return super().linear_system(**options)
 
     tasks = TASKS[:num_tasks]
     pool = Lazy(dict.fromkeys(["_pretrained_", *tasks], "lazy"))

@@ -161,8 +161,8 @@ def test_mean_weighting_counts_tasks_and_not_tokens(method: type) -> None:
     doubled = inputs | {"letters": inputs["letters"].repeat(2, 1)}
 
     class Uneven(method):  # type: ignore[misc, valid-type]
-        def linear_system(self, group: Any, workspace: Any) -> Any:
-            system = super().linear_system(group, workspace)
+        def linear_system(self, **options: Any) -> Any:
+            system = super().linear_system(**options)
             add = system.add_task
 
             def twice(pairs: Any, weight: Tensor, factor: float, task: str, num_batches: int) -> Any:

@@ -472,11 +472,11 @@ def test_a_program_that_runs_in_greenlets_can_merge_in_one_of_them() -> None:
     main, turns = greenlet.getcurrent(), []
 
     class Polite(CrossMeanAlgorithm):
-        def linear_system(self, group: Any, workspace: Any) -> Any:
+        def linear_system(self, **options: Any) -> Any:
             turns.append((id(self), group.name))
             with torch.enable_grad():  # modes belong to the thread: whoever switches inside ours puts them right
                 main.switch()
-            return super().linear_system(group, workspace)
+            return super().linear_system(**options)
 
     workers = [greenlet.greenlet(Polite(num_calibration_samples=24).run) for _ in range(2)]
     for worker in workers:
@@ -750,12 +750,12 @@ def test_a_merge_that_fails_midway_frees_its_activations_and_hooks(where: str, e
             made.append(super().networks(*args))
             return made[0]
 
-        def linear_system(self, group: Any, workspace: Any) -> Any:
+        def linear_system(self, **options: Any) -> Any:
             assert made[0].runner.alive >= 9  # three networks of each of three tasks wait
             if group.name == "mlp.1":
                 assert where == "solve"
                 raise error
-            return super().linear_system(group, workspace)
+            return super().linear_system(**options)
 
     experts = experts_of(lambda seed: Broken(seed=seed))
     with without_gc():
@@ -863,12 +863,12 @@ def test_recording_of_hidden_states_is_off_in_what_runs_during_a_merge_and_resto
             made.append(super().networks(*args))
             return made[0]
 
-        def linear_system(self, group: Any, workspace: Any) -> Any:
+        def linear_system(self, **options: Any) -> Any:
             seen.extend(config.output_hidden_states for config in configs_of(made[0].runner))
             assert all(config.output_hidden_states for e in recording.values() for config in configs_of(e))
             if fails:
                 raise SingularSystemError("on purpose")
-            return super().linear_system(group, workspace)
+            return super().linear_system(**options)
 
     method = Watched(num_calibration_samples=24, batch_size=8)
     with pytest.raises(SingularSystemError) if fails else contextlib.nullcontext():
