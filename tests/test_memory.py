@@ -245,7 +245,7 @@ def test_settings_out_of_range_are_refused_with_the_choices(settings: Any, messa
 
 def test_a_budget_that_is_too_small_is_refused_before_anything_is_solved() -> None:
     class Watched(CrossMeanAlgorithm):
-        def linear_system(self, *args: Any) -> Any:
+        def linear_system(self, **options: Any) -> Any:
             pytest.fail("a layer was begun")
 
     with pytest.raises(MemoryError, match=r"the budget max_memory_gib is 0\.01; \d+\.\d\d GiB are in use"):
@@ -276,9 +276,9 @@ inputs = {task: torch.randn(128, 3, 64, 64) for task in experts}
 solved = []
 
 class Counted(CrossMeanAlgorithm):
-    def linear_system(self, *args):
+    def linear_system(self, **options):
         solved.append(1)
-        return super().linear_system(*args)
+        return super().linear_system(**options)
 
 before = psutil.Process().memory_info().rss
 assert peak() < before + 2**26

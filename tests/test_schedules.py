@@ -183,10 +183,10 @@ class Watched(CrossMeanAlgorithm):
         self.most_files = 0
         return self.kept
 
-    def linear_system(self, *args: Any) -> Any:
+    def linear_system(self, **options: Any) -> Any:
         self.most_files = max(self.most_files, len(list(Path(tempfile.gettempdir()).glob("crossmean-activations-*/*"))))
         assert any(reference() is not None for reference in Holding.watched)
-        return super().linear_system(*args)
+        return super().linear_system(**options)
 
 
 @contextlib.contextmanager
