@@ -70,7 +70,6 @@ def nested(tower: nn.Module) -> nn.Module:
     """A module with `tower` as its `vision_model`, the way transformers 4 builds a `CLIPVisionModel`."""
     outer = nn.Module()
     outer.vision_model = tower
-    outer.device = next(tower.parameters()).device
     return outer
 
 

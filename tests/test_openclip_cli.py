@@ -85,3 +85,18 @@ def test_openclip_command_runs_on_checkpoints_of_the_true_format(hub: Path, chec
     weights = torch.load(logs / "merged.pt", weights_only=True)
     encoder = ImageEncoder("ViT-B-32-quickgelu__init__")
     encoder.load_state_dict(weights)
+
+
+def test_methods_are_compared_on_openclip_pools(hub: Path, checkpoints: Path, tmp_path: Path) -> None:
+    places = [f"modelpool.model_dir={checkpoints}/", f"taskpool.model_dir={checkpoints}/"]
+    fast = ["fast_dev_run=true", "taskpool.fast_dev_run=true", "taskpool.dataloader_kwargs.num_workers=0"]
+    fast += ["taskpool.dataloader_kwargs.batch_size=4", "num_calibration_samples=2", "seeds=[0]", "print_config=false"]
+    pools = ["modelpool=ViT-B-32_TA8", "taskpool=ViT-B-32_TA8"]
+    methods = "methods=[averaging,regmean]"
+    command = ["--config-name", "crossmean_protocol", "task_sets=[mnist,dtd]", methods, *pools, *places, *fast]
+    succeeded(fusion_bench(*command, cwd=tmp_path, HF_HOME=str(hub)))
+    cells = [read_json(path) for path in (tmp_path / "outputs" / "crossmean_protocol" / "cells").iterdir()]
+    assert {cell["cell"]["row"] for cell in cells} == {"averaging", "regmean"}
+    for cell in cells:
+        for scores in cell["found"]["scores"].values():
+            assert len(scores["predictions"]) == 4

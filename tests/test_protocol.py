@@ -23,15 +23,23 @@ from transformers import AutoModelForSequenceClassification
 
 from fusion_bench_crossmean import CrossMeanAlgorithm
 from fusion_bench_crossmean.protocol import comparison as comparison_module
+from fusion_bench_crossmean.protocol import figures
 from fusion_bench_crossmean.protocol.catalogue import Row, rows_of
 from fusion_bench_crossmean.protocol.cells import Cell, CellStore
 from fusion_bench_crossmean.protocol.comparison import Comparison
 from fusion_bench_crossmean.protocol.computing import Computer
-from fusion_bench_crossmean.protocol.evaluation import KeptBatches, RememberedTower
+from fusion_bench_crossmean.protocol.evaluation import KeptBatches, RememberedTower, Room
 from fusion_bench_crossmean.protocol.plan import task_sets_of
 from fusion_bench_crossmean.protocol.results import rank_correlation, tidy, with_margins
 from fusion_bench_crossmean.protocol.splits import Unlabelled, draw_split, serving, unlabelled
-from fusion_bench_crossmean.protocol.tables import Table, Value, score_table
+from fusion_bench_crossmean.protocol.tables import (
+    Table,
+    Value,
+    correlation_table,
+    score_table,
+    seconds_table,
+    task_table,
+)
 
 TASKS = ("mood", "colour", "taste")
 TRAIN, TEST = 60, 20
@@ -73,7 +81,7 @@ def test_what_a_merge_is_given_has_no_labels(rows: Any) -> None:
     some = unlabelled(rows, [2, 0])
     items = [some[i] for i in range(len(some))]
     if isinstance(items[0], Mapping):
-        items = [(item["text"], item["label"]) for item in items]
+        items = [(item["text"], item.get("label", 0)) for item in items]
     assert items == [("c", 0), ("a", 0)]
 
 
@@ -91,6 +99,8 @@ def test_a_pool_serves_the_chosen_rows_and_nothing_else() -> None:
 
 
 # Cells
+
+FOUND = {"seconds": 1.0, "scores": {}, "mean": 0.5}
 
 
 def cell(**changes: Any) -> Cell:
@@ -112,8 +122,8 @@ def cell(**changes: Any) -> Cell:
 )
 def test_whatever_a_result_depends_on_tells_cells_apart(change: dict[str, Any], tmp_path: Path) -> None:
     store = CellStore(tmp_path)
-    store.write(cell(), {"mean": 0.5})
-    assert store.read(cell()) == {"mean": 0.5}
+    store.write(cell(), FOUND)
+    assert store.read(cell()) == FOUND
     assert store.read(cell(**change)) is None
 
 
@@ -133,14 +143,14 @@ def test_a_damaged_cell_is_made_again(content: str, tmp_path: Path, caplog: pyte
 
 def test_a_file_of_another_cell_is_not_taken(tmp_path: Path) -> None:
     store = CellStore(tmp_path)
-    store.write(cell(seed=1), {"mean": 0.5})
+    store.write(cell(seed=1), FOUND)
     store.path_of(cell(seed=1)).rename(store.path_of(cell()))
     assert store.read(cell()) is None
 
 
 def test_a_cell_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = CellStore(tmp_path)
-    store.write(cell(), {"mean": 0.5})
+    store.write(cell(), FOUND)
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -148,8 +158,8 @@ def test_a_cell_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_text", full)
         with pytest.raises(OSError, match="No space left"):
-            store.write(cell(), {"mean": 0.7})
-    assert store.read(cell()) == {"mean": 0.5}
+            store.write(cell(), FOUND | {"mean": 0.7})
+    assert store.read(cell()) == FOUND
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -161,9 +171,12 @@ def test_a_row_knows_what_it_needs_from_its_config() -> None:
         "ours": {"title": "Ours", "method": {"coverage": "mlp", "num_calibration_samples": 256, "seed": 0}},
         "stock": {"title": "Stock", "method": {"num_regmean_examples": 256}},
         "scaled": {"title": "Scaled", "method": {"scaling_factor": 0.3}, "scale": "scaling_factor"},
-        "plain": {"title": "Plain", "method": {}},
+        "plain": {"title": "Plain", "method": {"_target_": "x"}},
+        "seeded": {"title": "Seeded", "method": {"seed": 0}},
+        "fixed": {"title": "Fixed", "method": {"_target_": "x"}, "coverage": "full"},
+        "experts": {"title": "Experts"},
     }
-    ours, stock, scaled, plain = rows_of(catalogue, list(catalogue))
+    ours, stock, scaled, plain, seeded, fixed, _ = rows_of(catalogue, list(catalogue))
     assert ours.configured(seed=2, coverage="full", num_samples=9) == {
         "coverage": "full",
         "num_calibration_samples": 9,
@@ -171,7 +184,10 @@ def test_a_row_knows_what_it_needs_from_its_config() -> None:
     }
     assert stock.configured(seed=2, coverage="full", num_samples=9) == {"num_regmean_examples": 9}
     assert scaled.configured(seed=2, coverage=None, num_samples=None, scale=0.7) == {"scaling_factor": 0.7}
-    assert [row.uses_seed for row in (ours, stock, scaled, plain)] == [True, True, True, False]
+    assert [row.uses_seed for row in (ours, stock, scaled, plain, seeded)] == [True, True, True, False, True]
+    assert not fixed.has_coverage
+    with pytest.raises(ValueError, match="Of empty the catalogue does not say what it is"):
+        rows_of({"empty": {"title": "Empty"}}, ["empty"])
     assert catalogue["ours"]["method"]["seed"] == 0, "the catalogue stays as it is"
     with pytest.raises(ValueError, match=r"has no method typo; it has ours, stock"):
         rows_of(catalogue, ["typo"])
@@ -264,6 +280,57 @@ def test_latex_is_escaped() -> None:
     assert r"x \& y & 1 $\pm$ 2" in text
 
 
+def settings_frame() -> pd.DataFrame:
+    """Four task sets at two coverages: a method whose margin falls as rho rises, one without coverage, a criterion."""
+    finished = []
+    for index, coverage in itertools.product(range(4), ("mlp", "full")):
+        rho, bonus = 0.8 + 0.04 * index, 0.1 if coverage == "full" else 0.0
+        scores = {"base": 0.5 + 0.01 * index, "ours": 0.5 + 0.01 * index + 0.2 - rho / 10 + bonus}
+        common = {"task_set": f"set{index}", "tasks": ("a", f"b{index}"), "coverage": coverage}
+        for name, value in scores.items():
+            found = {"seconds": 2.0, "mean": value, "scores": {"a": {"score": value}}}
+            finished.append((Row(name, name.title()), cell(row=name, **common), found))
+        criterion = {"rho": rho, "prefix_drift": 1.0, "layers": [{"alignment": {"a": rho, "b": rho}}]}
+        found = {"seconds": 1.0, "criterion": criterion}
+        finished.append((Row("criterion", "Criterion"), cell(row="criterion", **common), found))
+    for index in range(4):
+        own = cell(row="stock", task_set=f"set{index}", tasks=("a", f"b{index}"), coverage="full")
+        found = {"seconds": 4.0, "mean": 0.4, "scores": {"a": {"score": 0.4}}}
+        finished.append((Row("stock", "Stock", coverage="full"), own, found))
+    return tidy(finished, "pico")
+
+
+def test_a_method_of_one_coverage_stays_in_its_column() -> None:
+    table = score_table(settings_frame(), "base", "t", [])
+    texts = dict(zip(table.header[1:], dict(table.rows)["Stock"], strict=True))
+    assert texts["set0, full"].text == "40.00"
+    assert texts["set0, mlp"].text == ""
+    assert dict(zip(table.header[1:], dict(table.rows)["rho"], strict=True))["set3, mlp"].text == "0.920"
+
+
+def test_correlations_are_over_task_sets_at_one_coverage() -> None:
+    table = correlation_table(settings_frame(), "base", "t", [])
+    rows = dict(table.rows)
+    assert set(rows) == {"Ours (mlp)", "Ours (full)", "Stock (full)"}
+    assert rows["Ours (mlp)"][0].text == "4"
+    assert rows["Ours (mlp)"][1].text.startswith("-1.00")
+    assert rows["Ours (mlp)"][3].text.startswith("+nan"), "the drift is the same everywhere"
+
+
+def test_other_tables_and_figures_hold_every_setting(tmp_path: Path) -> None:
+    frame = settings_frame()
+    assert len(task_table(frame, "t", [])) == 8
+    seconds = seconds_table(frame, "base", "t", ["A note."])
+    assert "A note." in seconds.notes
+    values = dict(zip(seconds.header[1:], dict(seconds.rows)["Stock"], strict=True))
+    assert values["seconds (set0, full)"].text == "4.0"
+    assert values["seconds (set0, mlp)"].text == ""
+    figures.save(figures.margin_by_alignment(frame, "base"), tmp_path / "margins")
+    figures.save(figures.score_by_samples(frame), tmp_path / "samples")
+    assert {path.suffix for path in tmp_path.iterdir()} == {".png", ".pdf"}
+    assert all(path.stat().st_size > 1000 for path in tmp_path.iterdir())
+
+
 # Evaluation
 
 
@@ -278,13 +345,17 @@ def test_batches_are_kept_as_far_as_there_is_room() -> None:
             calls.append(1)
             yield from ({"x": torch.zeros(4)}, torch.ones(4))
 
-    roomy = KeptBatches(Loader(), lambda size: size == 4 * torch.zeros(0).element_size())
-    first = list(roomy)
-    assert [id(batch) for batch in roomy] == [id(batch) for batch in first]
-    assert len(calls) == 1
-    tight = KeptBatches(Loader(), lambda size: False)
-    assert len(list(tight)) == len(list(tight)) == len(tight) == 2
-    assert len(calls) == 3
+    room = Room(8 * torch.zeros(0).element_size())
+    kept = KeptBatches(Loader(), room)
+    assert len([*itertools.islice(kept, 1)]) == 1, "one batch of a trial run"
+    assert room.left, "which is not kept"
+    first = list(kept)
+    assert [id(batch) for batch in kept] == [id(batch) for batch in first]
+    assert len(calls) == 2
+    assert not room.left
+    other = KeptBatches(Loader(), room)
+    assert len(list(other)) == len(list(other)) == len(other) == 2
+    assert len(calls) == 4
 
 
 def test_a_text_tower_computes_each_prompt_once() -> None:
@@ -322,8 +393,7 @@ class Spy(BaseAlgorithm):
     def run(self, modelpool: Any) -> nn.Module:
         for task in modelpool.model_names:
             rows = modelpool.load_train_dataset(task)
-            Spy.seen.append((task, list(rows["label"]), list(rows["text"])))
-        assert not modelpool.has_test_dataset if hasattr(modelpool, "has_test_dataset") else True
+            Spy.seen.append((task, list(rows.column_names), list(rows["text"])))
         assert not modelpool.test_dataset_names
         return modelpool.load_model(modelpool.model_names[0])
 
@@ -405,6 +475,8 @@ def comparison(experts: Path, folder: Path, methods: list[str], **changes: Any) 
         "taskpool": taskpool,
         "rows": rows_of(CATALOGUE, methods),
         "title": "A comparison",
+        "pool": "pico",
+        "machine": {"device": "cpu"},
         "baseline": "regmean",
         "outputs": ["scores", "by_task"],
         "folder": folder / "tables",
@@ -425,12 +497,12 @@ METHODS = ["experts", "averaging", "task_arithmetic", "regmean", "crossmean", "c
 def test_a_comparison_from_pools_to_tables(experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = comparison(experts, tmp_path, METHODS).run()
     assert len(list((tmp_path / "cells").iterdir())) == 1 + 1 + 2 + 2 + 2 + 2
-    first = (tmp_path / "tables" / "scores.md").read_text()
+    first = (tmp_path / "tables" / "pico" / "scores.md").read_text()
     for word in ("Task Arithmetic", "CrossMean", "over RegMean", "rho", "A comparison"):
         assert word in first
-    frame = pd.read_parquet(tmp_path / "tables" / "results.parquet")
+    frame = pd.read_parquet(tmp_path / "tables" / "pico" / "results.parquet")
     assert set(frame["method"]) == set(METHODS)
-    assert len(pd.read_csv(tmp_path / "tables" / "results.csv")) == len(frame)
+    assert len(pd.read_csv(tmp_path / "tables" / "pico" / "results.csv")) == len(frame)
 
     # One entry by hand: the merge as a user makes it, a head, the test rows.
     found = next(f for row, c, f in outcome.finished if row.name == "crossmean" and c.seed == 1)
@@ -450,7 +522,7 @@ def test_a_comparison_from_pools_to_tables(experts: Path, tmp_path: Path, monkey
     # A second run computes nothing, not even loads a model, and says the same.
     monkeypatch.setattr(Comparison, "computer", lambda _: pytest.fail("nothing is missing"))
     comparison(experts, tmp_path, METHODS).run()
-    assert (tmp_path / "tables" / "scores.md").read_text() == first
+    assert (tmp_path / "tables" / "pico" / "scores.md").read_text() == first
 
 
 @pytest.mark.float32
@@ -472,7 +544,7 @@ def test_a_killed_comparison_loses_one_cell_at_most(
             comparison(experts, tmp_path / "killed", METHODS).run()
     assert len(list((tmp_path / "killed" / "cells").iterdir())) == 4
     comparison(experts, tmp_path / "killed", METHODS).run()
-    tables = [(tmp_path / kind / "tables" / "scores.md").read_text() for kind in ("whole", "killed")]
+    tables = [(tmp_path / kind / "tables" / "pico" / "scores.md").read_text() for kind in ("whole", "killed")]
     assert tables[0] == tables[1]
 
 
@@ -485,17 +557,34 @@ def test_a_scale_is_chosen_on_validation_rows(experts: Path, tmp_path: Path) -> 
             assert set(tried) == {0.1, 0.5, 1.0}
             assert found["scale"] == min(s for s, v in tried.items() if v == max(tried.values()))
 
+    # One of the values by hand, on the rows that are held back.
+    own = comparison(experts, tmp_path, ["task_arithmetic", "regmean"])
+    _, one, found = next(item for item in outcome.finished if item[0].name == "task_arithmetic" and item[1].seed == 1)
+    merged = build(own.rows[0].configured(seed=1, coverage=None, num_samples=None, scale=0.5)).run(own.pool_for(TASKS))
+    scores = []
+    for task in TASKS:
+        everything = rows_for(task, "train")
+        rows = everything.select(draw_split(task, TRAIN, 0, 10, 1).validation)
+        head = AutoModelForSequenceClassification.from_pretrained(experts / task).eval()
+        head.bert.load_state_dict(merged.state_dict())
+        tokens = own.pool_for(TASKS).load_tokenizer()(list(rows["text"]), padding=True, return_tensors="pt")
+        with torch.no_grad():
+            guesses = head(**tokens).logits.argmax(-1)
+        scores.append(float((guesses == torch.tensor(rows["label"][:])).float().mean()))
+    assert found["validation"]["0.5"] == pytest.approx(np.mean(scores))
+    assert one.seed == 1
+
 
 @pytest.mark.float32
 def test_no_label_and_no_other_row_reaches_a_merge(experts: Path, tmp_path: Path) -> None:
     Spy.seen.clear()
     comparison(experts, tmp_path, ["spy", "regmean", "task_arithmetic"]).run()
     assert len(Spy.seen) == 2 * len(TASKS)
-    for index, (task, labels, texts) in enumerate(Spy.seen):
+    for index, (task, columns, texts) in enumerate(Spy.seen):
         seed = index // len(TASKS)
         split = draw_split(task, TRAIN, 12, 10, seed)
         everything = rows_for(task, "train")["text"]
-        assert set(labels) == {0}
+        assert "label" not in columns
         assert texts == [everything[i] for i in split.calibration]
 
 
@@ -503,17 +592,24 @@ def test_no_label_and_no_other_row_reaches_a_merge(experts: Path, tmp_path: Path
 def test_a_method_that_fails_does_not_take_the_others_along(experts: Path, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"1 of 5 cells failed: failing-all: RuntimeError: this method does not"):
         comparison(experts, tmp_path, ["failing", "regmean", "crossmean"]).run()
-    assert "CrossMean" in (tmp_path / "tables" / "scores.md").read_text()
-    assert "this method does not work" in (tmp_path / "tables" / "messages.log").read_text()
+    table = (tmp_path / "tables" / "pico" / "scores.md").read_text()
+    assert "CrossMean" in table
+    assert "Cells that failed and are missing: failing-all" in table
+    assert "this method does not work" in (tmp_path / "tables" / "pico" / "messages.log").read_text()
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sample_counts": (51,)}, r"'mood' has 60 training rows; 51 for calibration and 10 others"),
+        ({"sample_counts": (61,)}, r"'mood' has 60 training rows; 61 for calibration and 0 others"),
         ({"baseline": "lot"}, r"Margins are over 'lot', which is not among the methods \['regmean'"),
         ({"outputs": ["scores", "pie_chart"]}, r"outputs names pie_chart; there are scores, by_task"),
         ({"task_sets": ["mood", "smell"]}, r"names \['smell'\]"),
+        ({"coverages": ["mlp", "attention"]}, r"Each of coverages must be .*mlp.*full.*'attention'"),
+        ({"seeds": [0, 0]}, r"seeds must be different numbers, at least one, not \[0, 0\]"),
+        ({"sample_counts": []}, "num_calibration_samples must be different numbers"),
+        ({"sample_counts": [0]}, "Each of num_calibration_samples must be"),
+        ({"outputs": ["correlations"]}, "Rank correlations need at least three task sets"),
     ],
     ids=str,
 )
@@ -534,7 +630,7 @@ def test_task_vector_methods_need_a_pretrained_model(experts: Path, tmp_path: Pa
 
 def test_changed_weights_are_another_cell(experts: Path, tmp_path: Path) -> None:
     def digests() -> list[str]:
-        return [c.digest for _, c in comparison(experts, tmp_path, ["crossmean", "regmean"]).plan().cells()]
+        return [c.digest for _, c in comparison(experts, tmp_path, ["crossmean", "regmean"]).plan.cells()]
 
     before = digests()
     assert before == digests()
@@ -544,7 +640,7 @@ def test_changed_weights_are_another_cell(experts: Path, tmp_path: Path) -> None
 
 
 def test_a_long_list_of_failures_is_cut() -> None:
-    failures: dict[str, BaseException] = {str(i): ValueError("x") for i in range(5)}
+    failures = {str(i): "ValueError: x" for i in range(5)}
     assert comparison_module.in_short(failures).count("ValueError") == 3
 
 

@@ -225,10 +225,10 @@ def test_nothing_is_left_however_a_merge_ends(
     if ends == "solve":
         solve = method.linear_system
 
-        def fail(group: Any, workspace: Any) -> Any:
-            if group.name == "blocks.1.second":
+        def fail(**options: Any) -> Any:
+            if options["name"] == "blocks.1.second":
                 raise ZeroDivisionError
-            return solve(group, workspace)
+            return solve(**options)
 
         method.linear_system = fail  # type: ignore[method-assign]
     experts = experts_of(Holding, 2)

@@ -62,9 +62,9 @@ def build(output: Path, tasks: tuple[str, ...], recipe: Recipe) -> dict[str, flo
     """Writes `output`/{pretrained, <task>...}; returns the experts' accuracies on their training rows."""
     fetch_encoder(output / "pretrained")
     scores = {}
-    for index, task in enumerate(tqdm(tasks, desc="experts", dynamic_ncols=True)):
+    for task in tqdm(tasks, desc="experts", dynamic_ncols=True):
         rows = load_text_split(task, "train")
-        own = replace(recipe, seed=recipe.seed + index)
+        own = replace(recipe, seed=recipe.seed + TEXT_TASKS.index(task))
         classes = rows.features["label"].num_classes
         model, tokenizer = fine_tune(output / "pretrained", rows, classes, own, title=task)
         model.save_pretrained(output / (PREFIX + task))

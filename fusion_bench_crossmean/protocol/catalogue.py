@@ -10,6 +10,9 @@ from typing import Any
 #: Where FusionBench's methods have their number of calibration inputs; ours call it as the last one.
 SAMPLE_SETTINGS = ("num_regmean_examples", "num_fisher_examples", "num_calibration_samples")
 
+#: The row that is no merge: every expert on its own task.
+EXPERTS = "experts"
+
 
 @dataclass(frozen=True)
 class Row:
@@ -18,8 +21,9 @@ class Row:
     Args:
         name: its key.
         title: in tables.
-        method: FusionBench's config of the algorithm; empty: the experts themselves, each on its own task.
+        method: FusionBench's config of the algorithm; empty for `EXPERTS` only.
         scale: the setting that is chosen on validation rows; None: there is none.
+        coverage: of a method that has no such setting, where it solves layers; None: it solves none.
         is_random: whether it draws something besides calibration rows.
         needs_pretrained: whether the pool must have a pretrained model.
         note: for the tables' notes.
@@ -29,6 +33,7 @@ class Row:
     title: str
     method: Mapping[str, Any] = field(default_factory=dict)
     scale: str | None = None
+    coverage: str | None = None
     is_random: bool = False
     needs_pretrained: bool = False
     note: str | None = None
@@ -40,13 +45,13 @@ class Row:
 
     @property
     def has_coverage(self) -> bool:
-        """Whether it can be restricted to a coverage."""
+        """Whether its coverage can be chosen."""
         return "coverage" in self.method
 
     @property
     def uses_seed(self) -> bool:
         """Whether its result depends on a seed."""
-        return self.samples_setting is not None or self.scale is not None or self.is_random
+        return self.samples_setting is not None or self.scale is not None or self.is_random or "seed" in self.method
 
     def configured(
         self, *, seed: int | None, coverage: str | None, num_samples: int | None, scale: float | None = None
@@ -78,4 +83,7 @@ def rows_of(catalogue: Mapping[str, Mapping[str, Any]], names: Sequence[str]) ->
         raise ValueError(f"The catalogue has no method {', '.join(unknown)}; it has {', '.join(catalogue)}.")
     if len(set(names)) < len(names):
         raise ValueError(f"methods names one twice: {list(names)}.")
-    return [Row(name, **catalogue[name]) for name in names]
+    rows = [Row(name, **catalogue[name]) for name in names]
+    if empty := [row.name for row in rows if not row.method and row.name != EXPERTS]:
+        raise ValueError(f"Of {', '.join(empty)} the catalogue does not say what it is: add catalogue.<name>.method.")
+    return rows

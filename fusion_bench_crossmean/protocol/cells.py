@@ -81,6 +81,8 @@ class CellStore:
             found = content["found"]
             if Cell(**content["cell"]).digest != cell.digest:
                 raise ValueError("it belongs to another cell")
+            if "seconds" not in found or not {"scores", "criterion"} & found.keys():
+                raise ValueError("it has no result")
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, KeyError, AttributeError) as error:

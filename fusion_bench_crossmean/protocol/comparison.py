@@ -7,15 +7,20 @@ import copy
 import functools
 import io
 import logging
+import pickle
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from tqdm.auto import tqdm
 
+from fusion_bench_crossmean.calibration.pool_data import check_training_data
+from fusion_bench_crossmean.method.settings import check_choice, check_integer
 from fusion_bench_crossmean.protocol.catalogue import Row
-from fusion_bench_crossmean.protocol.cells import Cell, CellStore
+from fusion_bench_crossmean.protocol.cells import CellStore
 from fusion_bench_crossmean.protocol.computing import Computer
 from fusion_bench_crossmean.protocol.evaluation import Evaluator
 from fusion_bench_crossmean.protocol.outputs import Outcome, check_outputs, write_outputs
@@ -27,6 +32,21 @@ log = logging.getLogger(__name__)
 
 #: Parts of a model pool's config from which rows could reach a merge besides the calibration rows.
 OTHER_ROWS = ("test_datasets", "val_datasets")
+#: What a method or a pool may raise. Not what ends the program: an interrupt, an exit.
+FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    pickle.UnpicklingError,
+    SafetensorError,
+)
 #: What files hold weights.
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
 
@@ -41,9 +61,11 @@ class Comparison:
         title: of the tables.
         baseline: name of the row that margins are over.
         outputs: see `outputs.OUTPUTS`.
-        folder: of tables and figures.
+        pool: name of the pools, in titles and for the folder.
+        folder: of tables and figures, one below it per pool.
         cells: folder of finished cells; other comparisons may share it.
         build: config of a pool or an algorithm -> the object, with its Fabric.
+        machine: what the results depend on besides: device and precision.
         task_sets: see `task_sets_of`.
         seeds, coverages, sample_counts: see `Plan`.
         num_validation: labelled training rows per task.
@@ -59,9 +81,11 @@ class Comparison:
     title: str
     baseline: str
     outputs: Sequence[str]
+    pool: str
     folder: Path
     cells: Path
     build: Callable[[Mapping[str, Any]], Any]
+    machine: Mapping[str, str]
     task_sets: Any = "all"
     seeds: Sequence[int] = (0, 1, 2)
     coverages: Sequence[str] = ("mlp",)
@@ -79,58 +103,98 @@ class Comparison:
             ValueError, OSError: what can be known before long work.
             RuntimeError: some cells could not be computed; the others are kept, and in the tables.
         """
-        plan = self.plan()
-        self._check(plan)
+        self._check()
         store = CellStore(self.cells)
-        cells = list(plan.cells())
-        finished: list[tuple[Row, Cell, Mapping[str, Any]]] = []
-        failures: dict[str, BaseException] = {}
-        computer: Computer | None = None
-        with tqdm(cells, dynamic_ncols=True, disable=not self.is_main) as bar:
-            for row, cell in bar:
-                bar.set_description(cell.name)
-                found = store.read(cell)
-                if found is None:
-                    with quiet(self.folder / "messages.log"):
-                        computer = computer or self.computer()
-                        try:
-                            found = computer.compute(row, cell)
-                        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
-                            # One method's failure is not the comparison's.
-                            failures[cell.name] = e
-                            log.exception("%s failed", cell.name)
-                            continue
+        cells = list(self.plan.cells())
+        results = {cell.digest: store.read(cell) for _, cell in cells}
+        failures: dict[str, str] = {}
+        messages = self.folder / self.pool / "messages.log"
+        if None in results.values():
+            self._check_rows()
+            with quiet(messages):
+                computer = self.computer()
+            with tqdm(cells, dynamic_ncols=True, disable=not self.is_main) as bar:
+                for row, cell in bar:
+                    if results[cell.digest] is not None:
+                        continue
+                    bar.set_description(cell.name)
+                    try:
+                        with quiet(messages):
+                            results[cell.digest] = found = computer.compute(row, cell)
+                    except FAILURES as error:  # one method's failure is not the comparison's
+                        failures[cell.name] = f"{type(error).__name__}: {error}"
+                        bar.write(f"{cell.name} failed: {failures[cell.name]}", file=sys.stderr)
+                        continue
                     store.write(cell, found)
-                finished.append((row, cell, found))
+        finished = [(row, cell, found) for row, cell in cells if (found := results[cell.digest]) is not None]
         if not finished:
             raise RuntimeError(f"No cell could be computed: {in_short(failures)}")
         outcome = write_outputs(
             finished,
             title=self.title,
+            pool=self.pool,
             baseline=self.baseline,
             asked=self.outputs,
             folder=self.folder,
-            notes=[*self.notes, *(["A trial run: the numbers mean nothing."] if self.is_trial else [])],
+            notes=[*self.notes, *self._remarks(failures)],
         )
         if failures:
             raise RuntimeError(
-                f"{len(failures)} of {len(cells)} cells failed: {in_short(failures)} The others are in {self.folder}; "
-                f"details are in {self.folder / 'messages.log'}."
+                f"{len(failures)} of {len(cells)} cells failed: {in_short(failures)} The others are in "
+                f"{outcome.folder}; details are in {messages}."
             )
         return outcome
 
     @functools.cached_property
     def tasks(self) -> list[str]:
         """What both pools have."""
+        experts = [task for task in self.modelpool["models"] if not task.startswith("_")]
         tested = self.taskpool.get("test_datasets") or {}
-        return [task for task in self.modelpool["models"] if not task.startswith("_") and task in tested]
+        common = [task for task in experts if task in tested]
+        if not common:
+            raise ValueError(f"The model pool has the tasks {experts}, the task pool {list(tested)}: none is in both.")
+        if len(common) < len(experts):
+            log.warning("The task pool has no test rows for %s.", [task for task in experts if task not in common])
+        return common
 
+    @functools.cached_property
     def plan(self) -> Plan:
         """Every cell, not yet looked for."""
         sets = task_sets_of(self.task_sets, self.tasks)
+        settings = functools.cache(lambda tasks: self._settings_of(tasks))
         return Plan(
-            self.rows, sets, self.seeds, self.coverages, self.sample_counts, self._settings_of, list(self.scales)
+            self.rows,
+            sets,
+            self.seeds,
+            self.coverages,
+            self.sample_counts,
+            lambda tasks: settings(tuple(tasks)),
+            list(self.scales),
+            self.num_validation,
         )
+
+    @functools.cached_property
+    def used_tasks(self) -> list[str]:
+        """Those of any task set, in the pool's order."""
+        used = {task for tasks in self.plan.task_sets.values() for task in tasks}
+        return [task for task in self.tasks if task in used]
+
+    @functools.cached_property
+    def training_rows(self) -> Callable[[str], Any]:
+        """Task -> its whole training set, loaded once."""
+        pool = self.pool_for(self.used_tasks)
+
+        @functools.cache
+        def load(task: str) -> Any:
+            check_training_data(pool, task, f"Add '+modelpool.train_datasets.{task}=...', or leave the task out.")
+            return pool.load_train_dataset(task)
+
+        return load
+
+    @property
+    def needed_validation(self) -> int:
+        """Validation rows per task; none where no row has a scale to choose."""
+        return self.num_validation if any(row.scale for row in self.rows) else 0
 
     def pool_for(self, tasks: Sequence[str]) -> Any:
         """A model pool with these experts and the pretrained model."""
@@ -138,38 +202,62 @@ class Comparison:
 
     def computer(self) -> Computer:
         """With everything loaded that all cells share."""
-        whole = self.pool_for(self.tasks)
-        evaluator = Evaluator(self.build(self.taskpool))
+        pool_for = functools.lru_cache(maxsize=1)(self.pool_for)
+        pool_for(tuple(self.used_tasks))  # FusionBench's OpenCLIP task pool asks its program for it
+        evaluator = Evaluator(self.build(limited(self.taskpool, self.used_tasks)))
         evaluator.setup()
         return Computer(
-            functools.lru_cache(maxsize=1)(self.pool_for),
+            pool_for,
             self.build,
             evaluator,
-            functools.cache(whole.load_train_dataset),
-            self.num_validation,
+            self.used_tasks,
+            self.training_rows,
+            self.needed_validation,
             list(self.scales),
         )
 
-    def _check(self, plan: Plan) -> None:
+    def _check(self) -> None:
+        """What needs no data."""
         check_outputs(self.outputs)
         names = [row.name for row in self.rows]
         if self.baseline not in names:
             raise ValueError(f"Margins are over {self.baseline!r}, which is not among the methods {names}.")
-        if not any(name.startswith("_pretrained_") for name in self.modelpool["models"]):
-            if needing := [row.name for row in self.rows if row.needs_pretrained]:
-                raise ValueError(
-                    f"{', '.join(needing)} need the pretrained model, which the pool does not have. Add '_pretrained_' "
-                    "to modelpool.models, or leave these methods out."
-                )
+        for name, values in (("seeds", self.seeds), ("num_calibration_samples", self.sample_counts)):
+            least = 0 if name == "seeds" else 1
+            if not values or len(set(values)) < len(values):
+                raise ValueError(f"{name} must be different numbers, at least one, not {list(values)}.")
+            for value in values:
+                check_integer(f"Each of {name}", value, at_least=least)
+        for coverage in self.coverages:
+            check_choice("Each of coverages", coverage, ("mlp", "full"))
+        if scaled := [row.name for row in self.rows if row.scale]:
+            check_integer("num_validation_samples", self.num_validation, at_least=1)
+            if not self.scales:
+                raise ValueError(f"scales is empty; {', '.join(scaled)} need values to choose from.")
+        if "correlations" in self.outputs and len(self.plan.task_sets) < 3:
+            raise ValueError(f"Rank correlations need at least three task sets, not {list(self.plan.task_sets)}.")
+        if "_pretrained_" not in self.modelpool["models"] and (
+            needing := [row.name for row in self.rows if row.needs_pretrained]
+        ):
+            raise ValueError(
+                f"{', '.join(needing)} need the pretrained model, which the pool does not have. Add '_pretrained_' to "
+                "modelpool.models, or leave these methods out."
+            )
+        _ = self.plan.task_sets
         check_writable(self.cells / "cell.json")
-        check_writable(self.folder / "results.csv")
-        drawing = [row for row in self.rows if row.samples_setting or row.scale]
-        if not drawing:
-            return
-        pool = self.pool_for(self.tasks)
-        for task in dict.fromkeys(task for tasks in plan.task_sets.values() for task in tasks):
-            size = len(pool.load_train_dataset(task))
-            draw_split(task, size, max(self.sample_counts), self.num_validation, seed=0)
+        check_writable(self.folder / self.pool / "results.csv")
+
+    def _check_rows(self) -> None:
+        """Whether every task has the training rows that are going to be drawn."""
+        if any(row.samples_setting or row.scale for row in self.rows):
+            for task in self.used_tasks:
+                size = len(self.training_rows(task))
+                draw_split(task, size, max(self.sample_counts), self.needed_validation, seed=0)
+
+    def _remarks(self, failures: Mapping[str, str]) -> list[str]:
+        """What a reader of the tables has to know."""
+        trial = ["A trial run: the numbers mean nothing."] if self.is_trial else []
+        return trial + ([f"Cells that failed and are missing: {', '.join(failures)}."] if failures else [])
 
     def _settings_of(self, tasks: Sequence[str]) -> dict[str, Any]:
         """What all cells of some tasks depend on, besides their method."""
@@ -177,8 +265,8 @@ class Comparison:
         return {
             **pools,
             "weights": {path: stamps(path) for path in sorted(set(strings_in(pools)))},
-            "num_validation": self.num_validation,
             "is_trial": self.is_trial,
+            "machine": dict(self.machine),
             "versions": environment(),
         }
 
@@ -217,9 +305,9 @@ def stamps(path: str) -> list[tuple[str, int, int]]:
         return []
 
 
-def in_short(failures: Mapping[str, BaseException]) -> str:
+def in_short(failures: Mapping[str, str]) -> str:
     """The first of them, in words."""
-    lines = [f"{name}: {type(error).__name__}: {error}" for name, error in list(failures.items())[:3]]
+    lines = [f"{name}: {error}" for name, error in list(failures.items())[:3]]
     return " | ".join(lines) + ("" if len(failures) <= 3 else " | ...")
 
 
@@ -238,6 +326,9 @@ def quiet(path: Path) -> Iterator[None]:
         try:
             with contextlib.redirect_stdout(file), contextlib.redirect_stderr(io.StringIO()):
                 yield
+        except FAILURES:
+            log.exception("The cell failed.")
+            raise
         finally:
             root.removeHandler(handler)
             for other, level in levels:

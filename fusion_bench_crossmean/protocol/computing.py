@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import lightning
 import torch
 from torch import nn
 
-from fusion_bench_crossmean.protocol.catalogue import Row
+from fusion_bench_crossmean.protocol.catalogue import EXPERTS, Row
 from fusion_bench_crossmean.protocol.cells import Cell
 from fusion_bench_crossmean.protocol.evaluation import Evaluator
 from fusion_bench_crossmean.protocol.splits import Split, chosen, draw_split, serving, unlabelled
@@ -27,8 +27,9 @@ class Computer:
         pool_for: tasks -> a model pool with just these experts.
         build: an algorithm's config -> the algorithm.
         evaluator: set up.
+        tasks: all that any cell has.
         training_rows: task -> the whole training set.
-        num_validation: validation rows per task.
+        num_validation: validation rows per task, 0 where no row has a scale.
         scales: among which a scale is chosen.
     """
 
@@ -37,6 +38,7 @@ class Computer:
         pool_for: Callable[[tuple[str, ...]], Any],
         build: Callable[[Mapping[str, Any]], Any],
         evaluator: Evaluator,
+        tasks: Sequence[str],
         training_rows: Callable[[str], Any],
         num_validation: int,
         scales: list[float],
@@ -44,6 +46,7 @@ class Computer:
         self.pool_for = pool_for
         self.build = build
         self.evaluator = evaluator
+        self.tasks = tasks
         self.training_rows = training_rows
         self.num_validation = num_validation
         self.scales = scales
@@ -51,17 +54,19 @@ class Computer:
     def compute(self, row: Row, cell: Cell) -> dict[str, Any]:
         """What a cell holds: scores and predictions by task, `mean`, `scale`, `seconds`; rho where it is measured."""
         pool = self.pool_for(cell.tasks)
-        if not row.method:
+        if row.name == EXPERTS:
             return self._experts(pool, cell)
         splits = self._splits(cell)
         rows = {task: unlabelled(self.training_rows(task), split.calibration) for task, split in splits.items()}
-        found: dict[str, Any] = {}
+        found: dict[str, Any] = {"calibration_rows": {task: split.calibration for task, split in splits.items()}}
         with serving(pool, rows):
             scale, tried = self._choose_scale(row, cell, pool) if row.scale else (None, {})
             algorithm, model, found["seconds"] = self._merge(row, cell, pool, scale)
         if scale is not None:
             found |= {"scale": scale, "validation": tried}
         report = getattr(algorithm, "report", {})
+        if "activation" in report:
+            found["activation"] = report["activation"]
         if "rho" in report:
             found["criterion"] = {key: report[key] for key in ("rho", "prefix_drift", "per_task", "layers")}
         if model is None:
@@ -86,9 +91,8 @@ class Computer:
         """The scale with the best mean score on the validation rows of the cell's seed; of equal ones the smallest."""
         assert cell.seed is not None
         if not self.evaluator.has_validation(cell.seed):
-            tasks = self.evaluator.tasks
             labelled = {}
-            for task in tasks:
+            for task in self.tasks:
                 everything = self.training_rows(task)
                 split = draw_split(task, len(everything), 0, self.num_validation, cell.seed)
                 labelled[task] = chosen(everything, split.validation)

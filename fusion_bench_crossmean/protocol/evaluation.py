@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-#: Bytes of processed inputs that are kept in memory, together; what does not fit is processed again for every model.
-KEPT_BYTES = 2 * 2**30
+from fusion_bench_crossmean.memory import memory_of
+
+#: Part of the free memory in which processed inputs are kept; what does not fit is processed again for every model.
+KEPT_PART = 0.25
 
 
 class Evaluator:
@@ -18,12 +21,12 @@ class Evaluator:
 
     Args:
         taskpool: a task pool of FusionBench with `setup`, `test_dataloaders` and `evaluate`.
-        kept_bytes: see `KEPT_BYTES`.
+        room: bytes for processed inputs; None: see `KEPT_PART`.
     """
 
-    def __init__(self, taskpool: Any, kept_bytes: int = KEPT_BYTES) -> None:
+    def __init__(self, taskpool: Any, room: int | None = None) -> None:
         self._pool = taskpool
-        self._left = kept_bytes
+        self._room = Room(int(KEPT_PART * memory_of(torch.device("cpu"), None).free) if room is None else room)
         self._loaders: dict[tuple[Any, str], Iterable[Any]] = {}
 
     def setup(self) -> None:
@@ -34,11 +37,6 @@ class Evaluator:
             # A second setup, for validation rows, goes on with what is loaded.
             self._pool._clip_model, self._pool._processor = self._pool.clip_model, self._pool.processor
             self._pool.clip_model.text_model = RememberedTower(self._pool.clip_model.text_model)
-
-    @property
-    def tasks(self) -> list[str]:
-        """Those with test rows."""
-        return [task for split, task in self._loaders if split == "test"]
 
     def add_validation(self, seed: int, rows: Mapping[str, Any]) -> None:
         """Labelled rows of a seed, by task."""
@@ -77,25 +75,27 @@ class Evaluator:
 
     def _keep(self, split: Any, loaders: Mapping[str, Iterable[Any]]) -> None:
         for task, loader in loaders.items():
-            self._loaders[split, task] = KeptBatches(loader, self._take)
+            self._loaders[split, task] = KeptBatches(loader, self._room)
 
-    def _take(self, size: int) -> bool:
-        fits = size <= self._left
-        self._left -= size if fits else 0
-        return fits
+
+@dataclass
+class Room:
+    """How many bytes may still be kept."""
+
+    left: int
 
 
 class KeptBatches:
-    """The batches of a loader, kept after the first time as far as there is room.
+    """The batches of a loader, kept after the first time if there is room for all of them.
 
     Args:
         loader: gives the same batches every time.
-        take: asks for room, in bytes.
+        room: shared with others.
     """
 
-    def __init__(self, loader: Iterable[Any], take: Callable[[int], bool]) -> None:
+    def __init__(self, loader: Iterable[Any], room: Room) -> None:
         self._loader = loader
-        self._take = take
+        self._room = room
         self._kept: list[Any] | None = None
 
     def __len__(self) -> int:
@@ -105,14 +105,17 @@ class KeptBatches:
         if self._kept is not None:
             yield from self._kept
             return
-        batches: list[Any] | None = []
-        for batch in self._loader:
-            if batches is not None and self._take(size_of(batch)):
+        batches: list[Any] = []
+        fits = True
+        for index, batch in enumerate(self._loader):
+            if index == 0:
+                fits = size_of(batch) * len(self) <= self._room.left
+            if fits:
                 batches.append(batch)
-            else:
-                batches = None
             yield batch
-        self._kept = batches
+        if fits:  # all of them were asked for
+            self._kept = batches
+            self._room.left -= sum(map(size_of, batches))
 
 
 def size_of(batch: Any) -> int:
@@ -134,7 +137,7 @@ class RememberedTower(nn.Module):
     def forward(self, input_ids: Tensor, **inputs: Any) -> Any:
         key = repr(input_ids.shape).encode() + input_ids.cpu().numpy().tobytes()
         if key not in self._known:
-            self._known[key] = self.tower(input_ids=input_ids, **inputs)
+            self._known[key] = (None, self.tower(input_ids=input_ids, **inputs)[1])  # all that a head is made of
         return self._known[key]
 
 
@@ -147,14 +150,19 @@ def predictions_of(taskpool: Any) -> Iterator[dict[str, list[Tensor]]]:
     def watched(classifier: nn.Module, test_loader: Any, num_classes: int, task_name: str) -> Any:
         batches = predictions[task_name] = []
 
-        def note(_: nn.Module, __: Any, output: Any) -> None:
-            batches.append(logits_of(output).argmax(-1).cpu())
+        forward = classifier.forward
 
-        handle = classifier.register_forward_hook(note)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            batches.append(logits_of(output).argmax(-1).cpu())
+            return output
+
+        # Not a hook: FusionBench's OpenCLIP classifier is called past its hooks.
+        classifier.forward = noted
         try:
             return evaluate(classifier, test_loader, num_classes=num_classes, task_name=task_name)
         finally:
-            handle.remove()
+            del classifier.forward
 
     taskpool._evaluate = watched
     try:

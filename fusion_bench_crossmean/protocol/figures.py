@@ -41,7 +41,9 @@ def score_by_samples(frame: pd.DataFrame) -> Figure:
     lines = frame[(frame["task"] == "mean") & frame["score"].notna() & frame["num_samples"].notna()]
     figure = Figure(figsize=(6, 4), layout="constrained")
     axis = figure.subplots()
-    for title, own in lines.groupby("title", sort=False):
+    several = [name for name in ("pool", "task_set", "coverage") if lines[name].nunique() > 1]
+    for keys, own in lines.groupby(["title", *several], sort=False):
+        title = ", ".join(map(str, keys))
         by = own.groupby("num_samples")["score"].agg(["mean", "std"])
         counts = by.index.to_numpy(float)
         axis.errorbar(counts, by["mean"], yerr=by["std"].fillna(0), marker="o", markersize=3, capsize=3, label=title)

@@ -52,12 +52,15 @@ def write_by_task(outcome: Outcome) -> None:
 
 
 def write_correlations(outcome: Outcome) -> None:
-    table = tables.correlation_table(outcome.frame, outcome.baseline, f"{outcome.title}: rank correlations", [])
+    table = tables.correlation_table(
+        outcome.frame, outcome.baseline, f"{outcome.title}: rank correlations", outcome.notes
+    )
     table.write(outcome.folder / "correlations")
 
 
 def write_seconds(outcome: Outcome) -> None:
-    tables.seconds_table(outcome.frame, outcome.baseline, f"{outcome.title}: time").write(outcome.folder / "seconds")
+    title = f"{outcome.title}: time"
+    tables.seconds_table(outcome.frame, outcome.baseline, title, outcome.notes).write(outcome.folder / "seconds")
 
 
 def draw_margins(outcome: Outcome) -> None:
@@ -70,7 +73,7 @@ def draw_samples(outcome: Outcome) -> None:
 
 def draw_depth(outcome: Outcome) -> None:
     criteria = [
-        (f"{cell.task_set}, {cell.coverage}", found["criterion"])
+        (f"{cell.task_set}, {cell.coverage}, N = {cell.num_samples}", found["criterion"])
         for _, cell, found in outcome.finished
         if "criterion" in found and cell.seed == min(c.seed or 0 for _, c, f in outcome.finished if "criterion" in f)
     ]
@@ -96,18 +99,33 @@ def check_outputs(asked: Sequence[str]) -> None:
 
 
 def write_outputs(
-    finished: Finished, *, title: str, baseline: str, asked: Sequence[str], folder: Path, notes: Sequence[str]
+    finished: Finished,
+    *,
+    title: str,
+    pool: str,
+    baseline: str,
+    asked: Sequence[str],
+    folder: Path,
+    notes: Sequence[str],
 ) -> Outcome:
-    """Writes ``results.parquet`` and ``results.csv``, and what was asked for, to `folder`."""
-    frame = tidy(finished)
-    folder.mkdir(parents=True, exist_ok=True)
-    with written_whole(folder / "results.parquet") as path:
+    """Writes tidy results and what was asked for to `folder` / `pool`.
+
+    Where other pools have results below `folder`, their scores and these go into one table there.
+    """
+    frame, own = tidy(finished, pool), folder / pool
+    own.mkdir(parents=True, exist_ok=True)
+    for old in [path for kind in ("*.md", "*.tex", "*.png", "*.pdf") for path in own.glob(kind)]:
+        old.unlink()  # of other settings
+    with written_whole(own / "results.parquet") as path:
         frame.to_parquet(path)
-    with written_whole(folder / "results.csv") as path:
+    with written_whole(own / "results.csv") as path:
         frame.to_csv(path, index=False)
     rows = {row.name: row for row, _, _ in finished}
-    own = [f"{row.title}: {row.note}" for row in rows.values() if row.note]
-    outcome = Outcome(title, finished, frame, baseline, folder, [*notes, *own])
+    remarks = [*notes, *(f"{row.title}: {row.note}" for row in rows.values() if row.note)]
+    outcome = Outcome(f"{title} ({pool})", finished, frame, baseline, own, remarks)
     for name in asked:
         OUTPUTS[name](outcome)
+    frames = [pd.read_parquet(path) for path in sorted(folder.glob("*/results.parquet"))]
+    if len(frames) > 1:
+        tables.score_table(pd.concat(frames), baseline, title, remarks).write(folder / "scores")
     return outcome

@@ -26,7 +26,8 @@ class Plan:
         coverages: for the methods that have such a choice.
         sample_counts: calibration inputs per task.
         settings: tasks -> what every cell of these depends on, see `Cell`.
-        scales: the values among which a scale is chosen.
+        scales: the values among which a scale is chosen,
+        num_validation: on so many rows per task.
     """
 
     rows: Sequence[Row]
@@ -36,13 +37,14 @@ class Plan:
     sample_counts: Sequence[int]
     settings: Callable[[Sequence[str]], Mapping[str, Any]]
     scales: Sequence[float]
+    num_validation: int
 
     def cells(self) -> Iterator[tuple[Row, Cell]]:
         """Every cell with its row, each once; task set by task set, so that a table fills from its first column."""
         for name, tasks in self.task_sets.items():
             for row in self.rows:
                 for seed in self.seeds if row.uses_seed else [None]:
-                    for coverage in self.coverages if row.has_coverage else [None]:
+                    for coverage in self.coverages if row.has_coverage else [row.coverage]:
                         for count in self.sample_counts if row.samples_setting else [None]:
                             yield row, self.cell(row, name, tasks, seed, coverage, count)
 
@@ -52,7 +54,7 @@ class Plan:
         """One of them."""
         own: dict[str, Any] = {"method": row.configured(seed=seed, coverage=coverage, num_samples=count)}
         if row.scale is not None:
-            own |= {"scale": row.scale, "scales": list(self.scales)}
+            own |= {"scale": row.scale, "scales": list(self.scales), "num_validation": self.num_validation}
         return Cell(row.name, name, tuple(tasks), seed, coverage, count, {**self.settings(tasks), **own})
 
 

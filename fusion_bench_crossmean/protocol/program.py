@@ -36,6 +36,7 @@ class ProtocolProgram(LightningFabricMixin, BaseHydraProgram):
         num_calibration_samples: unlabelled training rows per task, one number or several.
         num_validation_samples: labelled training rows per task, on which scales are chosen.
         scales: among which.
+        pool: the pools' name, in tables and folders.
         results: folder of cells, tables and figures.
         fabric: config of Lightning's Fabric.
         path: FusionBench's paths.
@@ -66,6 +67,7 @@ class ProtocolProgram(LightningFabricMixin, BaseHydraProgram):
         num_calibration_samples: int | Sequence[int] = 256,
         num_validation_samples: int = 256,
         scales: Sequence[float] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0, 1.4, 2.0),
+        pool: str = "pool",
         results: str = "outputs/crossmean_protocol",
         fabric: DictConfig | None = None,
         path: DictConfig | None = None,
@@ -78,10 +80,9 @@ class ProtocolProgram(LightningFabricMixin, BaseHydraProgram):
         RuntimeConstants.debug = fast_dev_run
         RuntimeConstants.print_function_call = False
         if path is not None:
-            RuntimeConstants.cache_dir = path.get("cache_dir")
+            RuntimeConstants().cache_dir = path.get("cache_dir")
         if print_config:
             print_config_tree(self.config, print_order=["recipe", "methods", "modelpool", "taskpool"])
-        counts = plain(num_calibration_samples)
         recipe_ = plain(recipe)
         self.is_dry = dry_run
         #: FusionBench's OpenCLIP task pool asks its program for the model pool.
@@ -89,21 +90,24 @@ class ProtocolProgram(LightningFabricMixin, BaseHydraProgram):
         self.comparison = Comparison(
             modelpool=plain(modelpool),
             taskpool=plain(taskpool),
-            rows=rows_of(plain(catalogue), plain(methods)),
+            rows=rows_of(plain(catalogue), several(methods)),
             title=recipe_["title"],
             baseline=recipe_["baseline"],
             outputs=recipe_["outputs"],
+            pool=pool.replace("/", "-"),
             folder=Path(results) / recipe_["name"],
             cells=Path(results) / "cells",
             build=self.build,
             task_sets=plain(task_sets),
-            seeds=plain(seeds),
-            coverages=plain(coverages),
-            sample_counts=counts if isinstance(counts, list) else [counts],
+            machine={"device": str(self.fabric.device), "precision": str(self.fabric._precision.precision)},
+            seeds=several(seeds),
+            coverages=several(coverages),
+            sample_counts=several(num_calibration_samples),
             num_validation=num_validation_samples,
-            scales=plain(scales),
+            scales=several(scales),
             notes=recipe_.get("notes") or [],
             is_trial=fast_dev_run,
+            is_main=self.fabric.is_global_zero,
         )
 
     def build(self, config: Mapping[str, Any]) -> Any:
@@ -126,6 +130,12 @@ class ProtocolProgram(LightningFabricMixin, BaseHydraProgram):
         for table in sorted(outcome.folder.glob("*.md")):
             log.info("%s\n%s", table, table.read_text(encoding="utf-8"))
         return {"folder": str(outcome.folder)}
+
+
+def several(value: Any) -> list[Any]:
+    """A list from a list or from one value."""
+    value = plain(value)
+    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def plain(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +17,10 @@ from fusion_bench_crossmean.protocol.cells import Cell
 #: Resamples of the bootstrap interval, and permutations behind the p-value.
 NUM_RESAMPLES = 10_000
 #: What tells a column of a table from another.
-SETTING = ["task_set", "num_tasks", "coverage", "num_samples"]
+SETTING = ["pool", "task_set", "num_tasks", "coverage", "num_samples"]
 
 
-def tidy(finished: Iterable[tuple[Row, Cell, Mapping[str, Any]]]) -> pd.DataFrame:
+def tidy(finished: Iterable[tuple[Row, Cell, Mapping[str, Any]]], pool: str = "") -> pd.DataFrame:
     """One line per cell and task, the mean over the tasks as task `mean`; scores in percent.
 
     Methods without a coverage or calibration inputs have NA there. `rho` and `prefix_drift` stand in the lines of the
@@ -30,6 +31,8 @@ def tidy(finished: Iterable[tuple[Row, Cell, Mapping[str, Any]]]) -> pd.DataFram
         common = {
             "method": row.name,
             "title": row.title,
+            "pool": pool,
+            "activation": found.get("activation"),
             "task_set": cell.task_set,
             "num_tasks": len(cell.tasks),
             "coverage": cell.coverage,
@@ -102,16 +105,22 @@ def rank_correlation(x: Sequence[float], y: Sequence[float], seed: int = 0) -> C
         raise ValueError(f"A rank correlation needs at least three settings, there are {len(x)}.")
     values = np.asarray(x, float), np.asarray(y, float)
     ranks = tuple(stats.rankdata(side) for side in values)
-    interval = stats.bootstrap(
-        values,
-        # A resample may hold one value only, which tells nothing.
-        lambda x, y, axis: np.nan_to_num(correlations(stats.rankdata(x, axis=axis), stats.rankdata(y, axis=axis))),
-        paired=True,
-        vectorized=True,
-        method="percentile",
-        n_resamples=NUM_RESAMPLES,
-        rng=np.random.default_rng(seed),
-    ).confidence_interval
+    (estimate,) = correlations(ranks[0][None], ranks[1][None])
+    if np.isnan(estimate):
+        return Correlation(*[float("nan")] * 4, len(x))
+    with warnings.catch_warnings():
+        # A resample of one value only tells nothing: it is NaN, and left out below.
+        warnings.simplefilter("ignore", stats.DegenerateDataWarning)
+        resampled = stats.bootstrap(
+            values,
+            lambda x, y, axis: correlations(stats.rankdata(x, axis=axis), stats.rankdata(y, axis=axis)),
+            paired=True,
+            vectorized=True,
+            method="percentile",
+            n_resamples=NUM_RESAMPLES,
+            rng=np.random.default_rng(seed),
+        ).bootstrap_distribution
+    low, high = np.nanpercentile(resampled, [2.5, 97.5])
     test = stats.permutation_test(
         (ranks[0],),
         lambda x, axis: correlations(x, np.broadcast_to(ranks[1], x.shape)),
@@ -120,8 +129,7 @@ def rank_correlation(x: Sequence[float], y: Sequence[float], seed: int = 0) -> C
         n_resamples=NUM_RESAMPLES,
         rng=np.random.default_rng(seed),
     )
-    (estimate,) = correlations(ranks[0][None], ranks[1][None])
-    return Correlation(float(estimate), float(interval.low), float(interval.high), float(test.pvalue), len(x))
+    return Correlation(float(estimate), float(low), float(high), float(test.pvalue), len(x))
 
 
 def correlations(x: np.ndarray, y: np.ndarray) -> np.ndarray:

@@ -73,12 +73,9 @@ def chosen(rows: Any, indices: Sequence[int]) -> Any:
 def unlabelled(rows: Any, indices: Sequence[int]) -> Any:
     """Some rows of a data set, their labels hidden."""
     some = chosen(rows, indices)
-    if not isinstance(some, datasets.Dataset):
+    if not isinstance(some, datasets.Dataset) or "image" in some.column_names:
         return Unlabelled(some)
-    if "label" not in some.column_names:
-        return some
-    kind = some.features["label"]
-    return some.remove_columns("label").add_column("label", [HIDDEN_LABEL] * len(some)).cast_column("label", kind)
+    return some.remove_columns([name for name in ("label",) if name in some.column_names])
 
 
 @contextlib.contextmanager

@@ -94,12 +94,12 @@ def spread(values: pd.Series, sign: str = "", digits: int = 2) -> str:
     if values.empty:
         return ""
     text = f"{values.mean():{sign}.{digits}f}"
-    return f"{text} ± {values.std():.{digits}f}" if len(values) > 1 and values.std() > 0 else text
+    return f"{text} ± {values.std():.{digits}f}" if values.nunique() > 1 else text
 
 
 def in_words(setting: Mapping[str, object], varying: Sequence[str]) -> str:
     """A setting by what varies between settings."""
-    units = {"coverage": "{}", "num_samples": "N = {}", "task_set": "{}", "num_tasks": "{} tasks"}
+    units = {"pool": "{}", "coverage": "{}", "num_samples": "N = {}", "task_set": "{}"}
     words = [units[name].format(setting[name]) for name in varying if not pd.isna(setting[name])]
     return ", ".join(words) or "score (%)"
 
@@ -172,30 +172,41 @@ def expanded_scores(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def correlation_table(frame: pd.DataFrame, baseline: str, title: str, notes: Sequence[str]) -> Table:
-    """Rank correlation of every method's margin with rho, with the drift, and with the baseline's score, over settings.
+    """Rank correlation of every method's margin with rho, with the drift, and with the baseline's score.
 
-    The last one is task difficulty, which rho is not to be taken for.
+    Over task sets, for each coverage and number of inputs apart. The last one is task difficulty, which rho is not to
+    be taken for.
     """
     means = margins_by_setting(frame, baseline)
     difficulty = means[means["method"] == baseline].set_index(SETTING)["score"]
+    _, varying = settings_of(means)
     rows = []
-    for (method, label), own in means.groupby(["method", "title"], sort=False):
-        if method == baseline or own["margin"].isna().any() or own["rho"].isna().any():
+    for (_, label, coverage, count), own in means.groupby(
+        ["method", "title", "coverage", "num_samples"], sort=False, dropna=False
+    ):
+        complete = own.dropna(subset=["margin", "rho"])
+        if label == titles(means).get(baseline) or len(complete) < 3:
             continue
-        entries = []
-        index = pd.MultiIndex.from_frame(own[SETTING])
-        for values in (own["rho"], own["prefix_drift"], difficulty.reindex(index)):
-            found = rank_correlation(values.to_numpy(float), own["margin"].to_numpy(float))
+        others = [name for name in varying if name in ("coverage", "num_samples")]
+        words = in_words({"coverage": coverage, "num_samples": count}, others) if others else ""
+        entries = [Value(str(len(complete)))]
+        index = pd.MultiIndex.from_frame(complete[SETTING])
+        for values in (complete["rho"], complete["prefix_drift"], difficulty.reindex(index)):
+            found = rank_correlation(values.to_numpy(float), complete["margin"].to_numpy(float))
             interval = f"[{found.low:+.2f}, {found.high:+.2f}]"
             entries += [Value(f"{found.estimate:+.2f} {interval}"), Value(f"{found.p_value:.1g}")]
-        rows.append((label, entries))
-    sizes = means.groupby("method").size().max()
-    header = ["margin of", "rho", "p", "prefix drift", "p", "score of the baseline", "p"]
-    extra = f"Spearman over {sizes} settings; percentile bootstrap 95 % interval, two-sided permutation p."
+        rows.append((f"{label} ({words})" if words else label, entries))
+    header = ["margin of", "task sets", "rho", "p", "prefix drift", "p", "score of the baseline", "p"]
+    extra = "Spearman over task sets; percentile bootstrap 95 % interval, two-sided permutation p."
     return Table(title, header, rows, [*notes, extra])
 
 
-def seconds_table(frame: pd.DataFrame, baseline: str, title: str) -> Table:
+def titles(frame: pd.DataFrame) -> dict[str, str]:
+    """Method -> its title."""
+    return dict(zip(frame["method"], frame["title"], strict=True))
+
+
+def seconds_table(frame: pd.DataFrame, baseline: str, title: str, notes: Sequence[str]) -> Table:
     """Seconds per merge, the chosen scale's only, and their ratio to the baseline's; as noisy as the machine."""
     lines = expanded(frame.drop_duplicates(["method", *SETTING, "seed"]))
     settings, varying = settings_of(lines)
@@ -207,7 +218,11 @@ def seconds_table(frame: pd.DataFrame, baseline: str, title: str) -> Table:
         for setting in settings:
             seconds = in_setting(own, setting)["seconds"].median()
             base = in_setting(lines[lines["method"] == baseline], setting)["seconds"].median()
-            entries += [Value(f"{seconds:.1f}"), Value(f"{seconds / base:.2f}" if base > 0 else "")]
+            known = seconds == seconds  # not NaN: there is such a cell
+            entries += [
+                Value(f"{seconds:.1f}" if known else ""),
+                Value(f"{seconds / base:.2f}" if known and base > 0 else ""),
+            ]
         if method != "experts":
             rows.append((label, entries))
-    return Table(title, header, rows, ["Medians over the seeds."])
+    return Table(title, header, rows, [*notes, "Medians over the seeds."])

@@ -57,7 +57,7 @@ def fine_tune(encoder: str | Path, rows: datasets.Dataset, num_labels: int, reci
     """A classifier on `encoder`, trained on rows of `text`, `text_b` and `label`.
 
     Returns:
-        (model, tokenizer), the model in eval mode.
+        (model, tokenizer), the model in eval mode and on the device where it was trained.
     """
     torch.manual_seed(recipe.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -81,16 +81,16 @@ def fine_tune(encoder: str | Path, rows: datasets.Dataset, num_labels: int, reci
                 schedule.step()
                 bar.set_postfix(loss=f"{loss.item():.3f}")
                 bar.update()
-    return model.eval().cpu(), tokenizer
+    return model.eval(), tokenizer
 
 
 @torch.no_grad()
 def accuracy(model: Any, tokenizer: Any, rows: datasets.Dataset, batch_size: int = 64) -> float:
-    """Fraction of rows classified rightly."""
+    """Fraction of rows classified rightly, on the device where the model is."""
     right = 0
-    for start in range(0, len(rows), batch_size):
+    for start in tqdm(range(0, len(rows), batch_size), desc="accuracy", leave=False, dynamic_ncols=True):
         items = [rows[index] for index in range(start, min(start + batch_size, len(rows)))]
-        inputs = with_labels(tokenizer, items)
+        inputs = {key: value.to(model.device) for key, value in with_labels(tokenizer, items).items()}
         labels = inputs.pop("labels")
         right += int((model(**inputs).logits.argmax(-1) == labels).sum())
     return right / len(rows)
@@ -122,10 +122,11 @@ def main() -> None:
         parser.add_argument(option, type=kind, default=setting.default, help=f"({setting.default})")
     arguments = parser.parse_args()
     recipe = Recipe(**{setting.name: getattr(arguments, setting.name) for setting in fields(Recipe)})
-    for index, task in enumerate(arguments.task):
+    for task in arguments.task:
+        own = replace(recipe, seed=recipe.seed + GLUE.index(task))  # whatever the other tasks are
         rows = load_text("nyu-mll/glue", task, split="train")
         labels = rows.features["label"].num_classes
-        model, tokenizer = fine_tune(arguments.encoder, rows, labels, replace(recipe, seed=recipe.seed + index), task)
+        model, tokenizer = fine_tune(arguments.encoder, rows, labels, own, task)
         save_expert(arguments.output / task, model, tokenizer)
         score = accuracy(model, tokenizer, load_text("nyu-mll/glue", task, split="validation"))
         tqdm.write(f"{arguments.output / task}: validation accuracy {score:.3f}")

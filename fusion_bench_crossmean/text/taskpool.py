@@ -70,7 +70,7 @@ class TextClassificationTaskPool(LightningFabricMixin, BaseTaskPool):
             raise ValueError(f"metrics must be {' or '.join(METRICS)}, not {wrong}.")
 
     def setup(self) -> None:
-        """Loads the tokenizer and the test rows."""
+        """Loads the tokenizer, the test rows and the heads."""
         tokenizer = instantiate(self.tokenizer)
 
         def collate(rows: list[Any]) -> tuple[dict[str, Tensor], Tensor]:
@@ -80,6 +80,10 @@ class TextClassificationTaskPool(LightningFabricMixin, BaseTaskPool):
         for task, entry in self.test_datasets.items():
             rows = instantiate(entry) if isinstance(entry, Mapping) or hasattr(entry, "_target_") else entry
             self.test_dataloaders[task] = DataLoader(rows, collate_fn=collate, **self.dataloader_kwargs)
+        self.classifiers: dict[str, Any] = {}
+        for task in self.test_datasets:
+            self.classifiers[task] = classifier = self.load_head(task)
+            share_encoder(classifier, next(iter(self.classifiers.values())))
         self._is_setup = True
 
     @torch.no_grad()
@@ -96,7 +100,7 @@ class TextClassificationTaskPool(LightningFabricMixin, BaseTaskPool):
         report: dict[str, Any] = {"model_info": {"trainable_params": trainable, "all_params": total}}
         tasks = list(self.test_dataloaders)
         for task in tqdm(tasks, desc="Evaluating tasks", disable=not self.fabric.is_global_zero):
-            classifier = self.load_head(task)
+            classifier = self.classifiers[task]
             put_encoder(classifier, encoder, task)
             count = int(classifier.config.num_labels)
             report[task] = self._evaluate(classifier, self.test_dataloaders[task], num_classes=count, task_name=task)
@@ -144,6 +148,13 @@ def matthews_correlation(confusion: Tensor) -> float:
     covariance = confusion.diagonal().sum() * total - labels @ guesses
     variance = (total**2 - labels @ labels) * (total**2 - guesses @ guesses)
     return float(covariance / variance.sqrt()) if variance > 0 else 0.0
+
+
+def share_encoder(classifier: nn.Module, other: nn.Module) -> None:
+    """Gives a classifier the other one's encoder where it is of the same shape: only heads differ between tasks."""
+    own, theirs = encoder_of(classifier).state_dict(), encoder_of(other).state_dict()
+    if own.keys() == theirs.keys() and all(own[key].shape == theirs[key].shape for key in own):
+        setattr(classifier, str(classifier.base_model_prefix), encoder_of(other))
 
 
 def put_encoder(classifier: nn.Module, encoder: nn.Module, task: str) -> None:
