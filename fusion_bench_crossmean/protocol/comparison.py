@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import io
 import logging
@@ -25,13 +24,12 @@ from fusion_bench_crossmean.protocol.computing import Computer
 from fusion_bench_crossmean.protocol.evaluation import Evaluator
 from fusion_bench_crossmean.protocol.outputs import Outcome, check_outputs, write_outputs
 from fusion_bench_crossmean.protocol.plan import Plan, task_sets_of
+from fusion_bench_crossmean.protocol.pool_configs import limited, stamps, strings_in, without_other_rows
 from fusion_bench_crossmean.protocol.splits import draw_split
 from fusion_bench_crossmean.report import check_writable, environment
 
 log = logging.getLogger(__name__)
 
-#: Parts of a model pool's config from which rows could reach a merge besides the calibration rows.
-OTHER_ROWS = ("test_datasets", "val_datasets")
 #: What a method or a pool may raise. Not what ends the program: an interrupt, an exit.
 FAILURES = (
     ArithmeticError,
@@ -47,8 +45,6 @@ FAILURES = (
     pickle.UnpicklingError,
     SafetensorError,
 )
-#: What files hold weights.
-WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
 
 
 @dataclass(frozen=True)
@@ -271,38 +267,7 @@ class Comparison:
         }
 
     def _pool_config(self, tasks: Sequence[str]) -> dict[str, Any]:
-        return limited({key: value for key, value in self.modelpool.items() if key not in OTHER_ROWS}, tasks)
-
-
-def limited(config: Mapping[str, Any], tasks: Sequence[str]) -> dict[str, Any]:
-    """A pool's config with the models and data sets of some tasks, and its special models."""
-    config = copy.deepcopy(dict(config))
-    for part in ("models", "train_datasets", "test_datasets"):
-        if isinstance(entries := config.get(part), Mapping):
-            config[part] = {k: v for k, v in entries.items() if k in tasks or k.startswith("_")}
-    return config
-
-
-def strings_in(value: Any) -> Iterator[str]:
-    """Every string that nested containers hold as a value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from strings_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from strings_in(item)
-
-
-def stamps(path: str) -> list[tuple[str, int, int]]:
-    """Name, size and time of change of the weights at a path; nothing where it is no path: then its name says it."""
-    place = Path(path)
-    try:
-        files = [place] if place.is_file() else [file for kind in WEIGHT_FILES for file in sorted(place.glob(kind))]
-        return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    except (OSError, ValueError):
-        return []
+        return without_other_rows(limited(self.modelpool, tasks))
 
 
 def in_short(failures: Mapping[str, str]) -> str:
