@@ -63,7 +63,7 @@ def let_regmean_plusplus_run_on_flat_towers() -> None:
         return [layer(batch.to(device), attention_mask=None).detach().cpu() for batch in batches_input]
 
     RegMeanPlusPlus.run = run
-    RegMeanPlusPlus.layer_batches_forward = layer_batches_forward
+    RegMeanPlusPlus.layer_batches_forward = layer_batches_forward  # type: ignore[method-assign]
 
 
 def nested(tower: nn.Module) -> nn.Module:

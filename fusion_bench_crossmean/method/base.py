@@ -40,6 +40,9 @@ class LayerwiseMerge(CalibratedAlgorithm):
         kwargs: see `CalibratedAlgorithm`.
     """
 
+    #: How a layer's weight is solved for.
+    system: type[LinearSystem] = LinearSystem
+
     # Stored by `auto_register_config`:
     reduce_non_diagonal_ratio: float
     relative_ridge: float
@@ -76,9 +79,10 @@ class LayerwiseMerge(CalibratedAlgorithm):
     def input_pair(self, inputs: Inputs) -> InputPair:
         """Left and right inputs of one batch: what the merged layer receives and what it is fitted to."""
 
-    def linear_system(self, kind: type[LinearSystem] = LinearSystem, **options: Any) -> LinearSystem:
+    def linear_system(self, **options: Any) -> LinearSystem:
         """The empty system of one layer group, with this method's settings."""
-        return kind(self.reduce_non_diagonal_ratio, self.relative_ridge, task_weighting=self.task_weighting, **options)
+        settings = {"task_weighting": self.task_weighting, **options}
+        return self.system(self.reduce_non_diagonal_ratio, self.relative_ridge, **settings)
 
     def prepare(self, material: Material, networks: Networks) -> None:
         """What a method does to the averaged network before the walk: nothing."""

@@ -37,6 +37,7 @@ class TaskVectorMerge(LayerwiseMerge):
     """
 
     needs_pretrained = True
+    system = PseudoInverseSystem
     rcond: float | None  # stored by `auto_register_config`
 
     def __init__(
@@ -52,7 +53,7 @@ class TaskVectorMerge(LayerwiseMerge):
             check_number("rcond", rcond, 0, 1)
 
     def linear_system(self, **options: Any) -> LinearSystem:
-        return super().linear_system(kind=PseudoInverseSystem, rcond=self.rcond, **options)
+        return super().linear_system(rcond=self.rcond, **options)
 
     def prepare(self, material: Material, networks: Networks) -> None:
         """Merges the scales of normalisation layers, from one pass of every expert."""

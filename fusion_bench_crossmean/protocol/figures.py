@@ -1,5 +1,9 @@
 """The figures of a comparison, as PNG and PDF."""
 
+# pandas' own annotations are too wide to be checked against.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

@@ -121,7 +121,7 @@ class ProtocolProgram(LightningFabricMixin, BaseHydraProgram):
             made._fabric_instance = self.fabric
         return made
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]  (FusionBench's returns nothing)
         """Computes what is missing, and writes tables and figures."""
         if self.is_dry:
             log.info("dry_run: nothing is computed.")

@@ -1,5 +1,9 @@
 """Finished cells as tidy tables, and what is read off them: margins, ranks, correlations."""
 
+# pandas' own annotations are too wide to be checked against.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import warnings

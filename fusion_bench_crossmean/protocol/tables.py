@@ -1,5 +1,9 @@
 """The tables of a comparison, as Markdown and LaTeX."""
 
+# pandas' own annotations are too wide to be checked against.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
