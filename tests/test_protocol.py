@@ -268,6 +268,7 @@ def test_the_table_marks_the_best_three_and_pairs_margins() -> None:
     assert rows["Better"] == ["75.00 ± 21.21", "+15.00 ± 7.07"]
     assert rows["Seedless"][0] == "40.00"
     assert rows["Base"][1] == ""
+    assert [name for name, _ in table.rows] == ["Base", "Better", "Seedless", "Worst"]
     markdown = table.as_markdown()
     for marked in ("**75.00 ± 21.21**", "*60.00 ± 14.14*", "40.00 ³", "A title", "A note."):
         assert marked in markdown
@@ -302,6 +303,7 @@ def settings_frame() -> pd.DataFrame:
 
 def test_a_method_of_one_coverage_stays_in_its_column() -> None:
     table = score_table(settings_frame(), "base", "t", [])
+    assert table.header[1::2] == [f"set{index}, {coverage}" for index in range(4) for coverage in ("mlp", "full")]
     texts = dict(zip(table.header[1:], dict(table.rows)["Stock"], strict=True))
     assert texts["set0, full"].text == "40.00"
     assert texts["set0, mlp"].text == ""

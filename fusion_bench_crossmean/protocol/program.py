@@ -11,6 +11,7 @@ from fusion_bench import BaseHydraProgram, RuntimeConstants, auto_register_confi
 from fusion_bench.mixins import LightningFabricMixin
 from fusion_bench.utils.rich_utils import print_config_tree
 from omegaconf import DictConfig, OmegaConf
+from tqdm.auto import tqdm
 
 from fusion_bench_crossmean.protocol.catalogue import rows_of
 from fusion_bench_crossmean.protocol.comparison import Comparison
@@ -128,7 +129,7 @@ class ProtocolProgram(LightningFabricMixin, BaseHydraProgram):
             return {}
         outcome = self.comparison.run()
         for table in sorted(outcome.folder.glob("*.md")):
-            log.info("%s\n%s", table, table.read_text(encoding="utf-8"))
+            tqdm.write(f"{table}\n{table.read_text(encoding='utf-8')}")
         return {"folder": str(outcome.folder)}
 
 

@@ -60,7 +60,11 @@ def tidy(finished: Iterable[tuple[Row, Cell, Mapping[str, Any]]], pool: str = ""
 
 
 def expanded(frame: pd.DataFrame) -> pd.DataFrame:
-    """Lines of methods without seed, coverage or calibration inputs, repeated for each of those that others have."""
+    """Lines of methods without seed, coverage or calibration inputs, repeated for each of those that others have.
+
+    Methods stay in their order.
+    """
+    order = {method: index for index, method in enumerate(frame["method"].unique())}
     for name in ("seed", "coverage", "num_samples"):
         values = frame[name].dropna().unique()
         if len(values):
@@ -69,7 +73,7 @@ def expanded(frame: pd.DataFrame) -> pd.DataFrame:
             frame = pd.concat([frame[frame[name].notna()], *copies], ignore_index=True).astype(
                 {name: frame[name].dtype}
             )
-    return frame
+    return frame.sort_values("method", key=lambda methods: methods.map(order), kind="stable", ignore_index=True)
 
 
 def with_margins(frame: pd.DataFrame, baseline: str) -> pd.DataFrame:

@@ -112,7 +112,18 @@ def settings_of(frame: pd.DataFrame) -> tuple[list[dict[str, object]], list[str]
     """Every setting, and the names of what varies between them."""
     found = frame[SETTING].drop_duplicates()
     varying = [name for name in SETTING if name != "num_tasks" and found[name].nunique(dropna=False) > 1]
-    return found.to_dict("records"), varying
+    places = {name: list(found[name].unique()) for name in ("pool", "task_set")}
+
+    def place(setting: Mapping[str, object]) -> tuple[float, ...]:
+        """Pools and task sets as they come, mlp before full, small numbers before large ones."""
+        count = setting["num_samples"]
+        return (
+            *(places[name].index(setting[name]) for name in places),
+            str(setting["coverage"]) == "full",
+            0 if pd.isna(count) else count,
+        )
+
+    return sorted(found.to_dict("records"), key=place), varying
 
 
 def in_setting(frame: pd.DataFrame, setting: Mapping[str, object]) -> pd.DataFrame:
