@@ -154,4 +154,5 @@ def test_commands_in_the_readme_are_valid():
     )
     assert commands
     for command in commands:
-        OverridesParser.create().parse_overrides([word for word in shlex.split(command) if not word.startswith("-")])
+        words = shlex.split(command.replace("--config-name ", "--config-name="))
+        OverridesParser.create().parse_overrides([word for word in words if not word.startswith("-")])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -114,7 +115,7 @@ def settings_of(frame: pd.DataFrame) -> tuple[list[dict[str, object]], list[str]
     varying = [name for name in SETTING if name != "num_tasks" and found[name].nunique(dropna=False) > 1]
     places = {name: list(found[name].unique()) for name in ("pool", "task_set")}
 
-    def place(setting: Mapping[str, object]) -> tuple[float, ...]:
+    def place(setting: Mapping[str, Any]) -> tuple[float, ...]:
         """Pools and task sets as they come, mlp before full, small numbers before large ones."""
         count = setting["num_samples"]
         return (
