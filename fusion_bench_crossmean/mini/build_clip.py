@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -26,7 +25,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import CLIPConfig, CLIPModel, CLIPProcessor, CLIPVisionModel
 
-from fusion_bench_crossmean.mini.assets import NUM_LAYERS, Variant, cache_folder, publish
+from fusion_bench_crossmean.mini.assets import NUM_LAYERS, Variant, building, publish
 from fusion_bench_crossmean.mini.tasks import IMAGE_SIDE, PREFIX, PROMPTS, TASK_SETS, fill_prompt, read_split
 from fusion_bench_crossmean.report import environment
 
@@ -273,10 +272,7 @@ def main() -> None:
         parser.add_argument(option, type=type(setting.default), default=setting.default, help=f"({setting.default})")
     arguments = parser.parse_args()
     recipe = Recipe(**{setting.name: getattr(arguments, setting.name) for setting in fields(Recipe)})
-    root = arguments.output or cache_folder()
-    root.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=root, prefix=".building-") as temporary:
-        folder = Path(temporary) / "weights"
+    with building(arguments.output) as (root, folder):
         scores = build(folder, arguments.activation, recipe, TASK_SETS[arguments.tasks], arguments.layers)
         variant = Variant(arguments.activation, arguments.tasks, arguments.layers)
         record = {

@@ -79,7 +79,11 @@ class Table:
         for index in range(len(self.header) - 1):
             entries = [values[index] for _, values in self.rows]
             ranked = sorted({e.rank_by for e in entries if e.rank_by is not None}, reverse=True)
-            best = {value: mark for value, mark in zip(ranked, marks, strict=False)} if len(ranked) > 2 else {}
+            best = (
+                {value: mark for value, mark in zip(ranked[: len(marks)], marks, strict=True)}
+                if len(ranked) >= len(marks)
+                else {}
+            )
             columns.append(
                 [best[e.rank_by].format(escape(e.text)) if e.rank_by in best else escape(e.text) for e in entries]
             )
