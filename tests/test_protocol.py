@@ -29,6 +29,7 @@ from fusion_bench_crossmean.protocol.cells import Cell, CellStore
 from fusion_bench_crossmean.protocol.comparison import Comparison
 from fusion_bench_crossmean.protocol.computing import Computer
 from fusion_bench_crossmean.protocol.evaluation import KeptBatches, RememberedTower, Room
+from fusion_bench_crossmean.protocol.outputs import write_outputs
 from fusion_bench_crossmean.protocol.plan import task_sets_of
 from fusion_bench_crossmean.protocol.results import rank_correlation, tidy, with_margins
 from fusion_bench_crossmean.protocol.splits import Unlabelled, draw_split, serving, unlabelled
@@ -195,10 +196,11 @@ def test_a_row_knows_what_it_needs_from_its_config() -> None:
         rows_of(catalogue, ["ours", "ours"])
 
 
-def test_task_sets_may_be_given_in_four_ways() -> None:
+def test_task_sets_may_be_given_in_five_ways() -> None:
     assert task_sets_of("all", TASKS) == {"all": list(TASKS)}
     assert task_sets_of(["mood", "taste"], TASKS) == {"mood+taste": ["mood", "taste"]}
     assert task_sets_of({"x": ["mood", "taste"], "y": "all"}, TASKS)["y"] == list(TASKS)
+    assert task_sets_of({"first": [2, 3]}, TASKS) == {"T = 2": list(TASKS[:2]), "T = 3": list(TASKS)}
     drawn = task_sets_of({"random": {"count": 3, "size": 2, "seed": 1}}, TASKS)
     assert len({tuple(chosen) for chosen in drawn.values()}) == 3
     assert drawn == task_sets_of({"random": {"count": 3, "size": 2, "seed": 1}}, TASKS)
@@ -211,6 +213,7 @@ def test_task_sets_may_be_given_in_four_ways() -> None:
         (["mood", "mood"], "at least two different tasks"),
         ({"x": ["mood", "smell"]}, r"'x' names \['smell'\]; the model pool and the task pool have \['mood'"),
         ({"random": {"count": 4, "size": 2}}, "do not give 4 different sets of 2"),
+        ({"first": [2, 4, 5]}, r"There are 3 tasks, no first \[4, 5\]"),
         ({"random": {"count": 1, "size": 4}}, "do not give 1 different sets of 4"),
     ],
     ids=str,
@@ -281,7 +284,7 @@ def test_latex_is_escaped() -> None:
     assert r"x \& y & 1 $\pm$ 2" in text
 
 
-def settings_frame() -> pd.DataFrame:
+def settings_results() -> list[tuple[Row, Cell, dict[str, Any]]]:
     """Four task sets at two coverages: a method whose margin falls as rho rises, one without coverage, a criterion."""
     finished = []
     for index, coverage in itertools.product(range(4), ("mlp", "full")):
@@ -298,7 +301,12 @@ def settings_frame() -> pd.DataFrame:
         own = cell(row="stock", task_set=f"set{index}", tasks=("a", f"b{index}"), coverage="full")
         found = {"seconds": 4.0, "mean": 0.4, "scores": {"a": {"score": 0.4}}}
         finished.append((Row("stock", "Stock", coverage="full"), own, found))
-    return tidy(finished, "pico")
+    return finished
+
+
+def settings_frame() -> pd.DataFrame:
+    """The same as a tidy frame."""
+    return tidy(settings_results(), "pico")
 
 
 def test_a_method_of_one_coverage_stays_in_its_column() -> None:
@@ -331,6 +339,27 @@ def test_other_tables_and_figures_hold_every_setting(tmp_path: Path) -> None:
     figures.save(figures.score_by_samples(frame), tmp_path / "samples")
     assert {path.suffix for path in tmp_path.iterdir()} == {".png", ".pdf"}
     assert all(path.stat().st_size > 1000 for path in tmp_path.iterdir())
+
+
+def test_several_pools_make_one_table_more(tmp_path: Path) -> None:
+    results = settings_results()
+    asked = ["scores", "by_task", "correlations", "margin_by_alignment", "score_by_samples", "alignment_by_depth"]
+    for pool in ("pico", "nano"):
+        assert not list(tmp_path.glob("*.md"))
+        write_outputs(results, title="t", pool=pool, baseline="base", asked=asked, folder=tmp_path, notes=["A note."])
+    assert "pico, set0, mlp" in (tmp_path / "scores.md").read_text()
+    lines = (tmp_path / "correlations.md").read_text().splitlines()
+    assert any(line.startswith("| Ours (mlp) | 8 | -1.00") for line in lines), "four task sets of two pools"
+    made = {path.name for path in tmp_path.iterdir() if path.is_file()}
+    assert made == {
+        f"{name}.{suffix}"
+        for names, suffixes in (
+            (("scores", "correlations"), ("md", "tex")),
+            (("margin_by_alignment", "score_by_samples"), ("png", "pdf")),
+        )
+        for name in names
+        for suffix in suffixes
+    }
 
 
 # Evaluation

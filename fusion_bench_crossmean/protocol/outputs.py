@@ -92,6 +92,10 @@ OUTPUTS: dict[str, Callable[[Outcome], None]] = {
 }
 
 
+#: Of these, what puts several pools into one table or figure.
+OVER_POOLS = ("scores", "correlations", "margin_by_alignment", "score_by_samples")
+
+
 def check_outputs(asked: Sequence[str]) -> None:
     """Raises `ValueError` for an output that does not exist."""
     if unknown := [name for name in asked if name not in OUTPUTS]:
@@ -110,7 +114,7 @@ def write_outputs(
 ) -> Outcome:
     """Writes tidy results and what was asked for to `folder` / `pool`.
 
-    Where other pools have results below `folder`, their scores and these go into one table there.
+    Where other pools have results below `folder`, what is `OVER_POOLS` is made there once more, of all pools.
     """
     frame, own = tidy(finished, pool), folder / pool
     own.mkdir(parents=True, exist_ok=True)
@@ -127,5 +131,8 @@ def write_outputs(
         OUTPUTS[name](outcome)
     frames = [pd.read_parquet(path) for path in sorted(folder.glob("*/results.parquet"))]
     if len(frames) > 1:
-        tables.score_table(pd.concat(frames), baseline, title, remarks).write(folder / "scores")
+        everything = Outcome(title, finished, pd.concat(frames, ignore_index=True), baseline, folder, remarks)
+        for name in OVER_POOLS:
+            if name in asked:
+                OUTPUTS[name](everything)
     return outcome

@@ -59,9 +59,10 @@ class Plan:
 
 
 def task_sets_of(asked: Any, tasks: Sequence[str]) -> dict[str, list[str]]:
-    """Name -> tasks, from what a config says: `all`, a list of tasks, name -> tasks, or a number of random sets.
+    """Name -> tasks, from what a config says: `all`, a list of tasks, name -> tasks, or one of two rules.
 
-    Random sets are ``{random: {count: 12, size: 8, seed: 0}}``, each drawn without replacement.
+    ``{random: {count: 12, size: 8, seed: 0}}`` draws different sets, each without replacement; ``{first: [8, 14, 20]}``
+    takes so many tasks of the pool, in its order.
 
     Raises:
         ValueError: a task that the pools do not have, or a set of fewer than two tasks.
@@ -72,6 +73,8 @@ def task_sets_of(asked: Any, tasks: Sequence[str]) -> dict[str, list[str]]:
         asked = {"+".join(asked): list(asked)}
     elif set(asked) == {"random"}:
         asked = random_sets(tasks, **asked["random"])
+    elif set(asked) == {"first"}:
+        asked = first_sets(tasks, asked["first"])
     sets = {str(name): list(tasks) if chosen == ALL_TASKS else list(chosen) for name, chosen in asked.items()}
     for name, chosen in sets.items():
         if missing := [task for task in chosen if task not in tasks]:
@@ -79,6 +82,17 @@ def task_sets_of(asked: Any, tasks: Sequence[str]) -> dict[str, list[str]]:
         if len(chosen) < 2 or len(set(chosen)) < len(chosen):
             raise ValueError(f"Task set {name!r} needs at least two different tasks to merge, not {chosen}.")
     return sets
+
+
+def first_sets(tasks: Sequence[str], sizes: Sequence[int]) -> dict[str, list[str]]:
+    """The first tasks of the pool, for every one of `sizes`.
+
+    Raises:
+        ValueError: it has not so many.
+    """
+    if too_large := [size for size in sizes if size > len(tasks)]:
+        raise ValueError(f"There are {len(tasks)} tasks, no first {too_large}: set task_sets={{first: [...]}}.")
+    return {f"T = {size}": list(tasks[:size]) for size in sizes}
 
 
 def random_sets(tasks: Sequence[str], count: int, size: int, seed: int = 0) -> dict[str, list[str]]:
