@@ -27,6 +27,7 @@ from fusion_bench_crossmean.protocol.plan import Plan, task_sets_of
 from fusion_bench_crossmean.protocol.pool_configs import limited, stamps, strings_in, without_other_rows
 from fusion_bench_crossmean.protocol.splits import draw_split
 from fusion_bench_crossmean.report import check_writable, environment
+from fusion_bench_crossmean.text.encoders import without_heads
 
 log = logging.getLogger(__name__)
 
@@ -188,13 +189,12 @@ class Comparison:
         return load
 
     @property
-    def needed_validation(self) -> int:
-        """Validation rows per task; none where no row has a scale to choose."""
+    def needed_validation(self) -> int:  # per task
         return self.num_validation if any(row.scale for row in self.rows) else 0
 
     def pool_for(self, tasks: Sequence[str]) -> Any:
         """A model pool with these experts and the pretrained model."""
-        return self.build(self._pool_config(tasks))
+        return without_heads(self.build(self._pool_config(tasks)))
 
     def computer(self) -> Computer:
         """With everything loaded that all cells share."""
