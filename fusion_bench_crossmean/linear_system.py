@@ -163,6 +163,10 @@ class LinearSystem:
         self.rows += statistics.rows
         return statistics
 
+    def sums(self) -> dict[str, Tensor]:
+        """What was added up so far: `lhs`, shape (in, in), and `rhs`, shape (in, out)."""
+        return {name: sum_ for name, sum_ in (("lhs", self.lhs), ("rhs", self.rhs)) if sum_ is not None}
+
     def solve(self, fallback: Tensor) -> Solution:
         """Solves ``(A + r I) X = B`` for the merged weight ``X'``; A is the reduced sum of the tasks' Gram matrices.
 

@@ -64,7 +64,10 @@ def as_json(value: Any) -> Any:
 
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path` to write to; renamed to it at the end, removed after an error."""
+    """A temporary name beside `path` to write to; renamed to it at the end, removed after an error.
+
+    What was written is on the disk before it has its name: neither a kill nor a power cut leaves half a file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=path.suffix)
     os.close(handle)
@@ -72,7 +75,14 @@ def written_whole(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         temporary.chmod(0o644)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
         temporary.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
     finally:
         temporary.unlink(missing_ok=True)
 

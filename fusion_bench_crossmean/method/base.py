@@ -6,6 +6,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -13,18 +14,25 @@ from fusion_bench import auto_register_config
 from fusion_bench.modelpool import BaseModelPool
 from torch import Tensor, nn
 
+from fusion_bench_crossmean.checkpoint import Checkpoint
 from fusion_bench_crossmean.coverage import LayerGroup
+from fusion_bench_crossmean.expert_checks import activation_of
+from fusion_bench_crossmean.fingerprint import hash_tensors
 from fusion_bench_crossmean.linear_system import LinearSystem, Solution
 from fusion_bench_crossmean.method.calibrated import CalibratedAlgorithm
-from fusion_bench_crossmean.method.material import Material, as_pool, indices_of
+from fusion_bench_crossmean.method.material import Material, as_pool, hashes_of, indices_of
 from fusion_bench_crossmean.method.settings import check_choice, check_number
 from fusion_bench_crossmean.networks import Networks
 from fusion_bench_crossmean.paired_statistics import InputPair
-from fusion_bench_crossmean.report import mean, table, write_json
+from fusion_bench_crossmean.report import environment, mean, table, write_json
 from fusion_bench_crossmean.walker import Inputs, Walker
+from fusion_bench_crossmean.weights import tensors_of
 from fusion_bench_crossmean.workspace import Workspace
 
 log = logging.getLogger(__name__)
+
+#: Settings that no bit of the result depends on.
+WITHOUT_EFFECT = ("report_path", "checkpoint_dir", "num_workers", "max_memory_gib")
 
 
 @auto_register_config
@@ -37,6 +45,8 @@ class LayerwiseMerge(CalibratedAlgorithm):
         task_weighting: `sum` adds the tasks' sums over tokens, `mean` their means.
         task_weights: task -> factor of its statistics; tasks left out have 1.
         dtype: of the merged model, e.g. `float32`. None: the pretrained model's, without one the experts' common one.
+        checkpoint_dir: folder where every solved layer group is kept until the merge is done; a run that was killed
+            goes on there, to the same model bit for bit (on a CPU). None: nothing is kept.
         kwargs: see `CalibratedAlgorithm`.
     """
 
@@ -47,6 +57,7 @@ class LayerwiseMerge(CalibratedAlgorithm):
     reduce_non_diagonal_ratio: float
     relative_ridge: float
     task_weighting: Literal["sum", "mean"]
+    checkpoint_dir: str | None
 
     def __init__(
         self,
@@ -56,6 +67,7 @@ class LayerwiseMerge(CalibratedAlgorithm):
         task_weighting: Literal["sum", "mean"] = "sum",
         task_weights: Mapping[str, float] | None = None,
         dtype: str | None = None,
+        checkpoint_dir: str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -112,22 +124,36 @@ class LayerwiseMerge(CalibratedAlgorithm):
         pool = as_pool(modelpool)
         self._check_task_weights(pool.model_names)
         self.profiler.recorded_durations.clear()
-        with self.computing(), self.prepared(pool, calibration) as material:
+        folder = Path(self.checkpoint_dir) if self.checkpoint_dir and self._is_rank_zero() else None
+        with Checkpoint(folder) as checkpoint, self.computing(), self.prepared(pool, calibration) as material:
+            with self.profile("hashes"):
+                hashes = hashes_of(material, self.progress)
+            checkpoint.begin(self._identity(material, hashes))
             with self.profile("average"):
                 networks = self.networks(material, self.network_points)
             self.prepare(material, networks)
-            with self.walking(material, networks) as walker:
-                layers = self._merge(walker, networks, material)
+            with self.walking(material, networks, checkpoint.settle) as walker:
+                layers = self._merge(walker, networks, material, checkpoint)
             experts = material.experts
             merged = networks.finish(
                 getattr(torch, self.dtype) if self.dtype else experts.template_dtype or torch.float32
             )
-            self._report(material, walker, layers)
+            self._report(material, walker, layers, hashes | {"merged": hash_tensors(tensors_of(merged))})
         return merged
 
-    def _merge(self, walker: Walker, networks: Networks, material: Material) -> list[dict[str, Any]]:
+    def _merge(
+        self, walker: Walker, networks: Networks, material: Material, checkpoint: Checkpoint
+    ) -> list[dict[str, Any]]:
         layers, workspace = [], Workspace()
-        for group, inputs in self.walked(walker):  # depth order; all forwards wait here
+        # Depth order; all forwards wait here, if there is anything left to do.
+        is_solved = all(self._stored(checkpoint, networks, *group) for group in enumerate(walker.course.groups))
+        steps = ((group, {}) for group in walker.course.groups) if is_solved else self.walked(walker)
+        for index, (group, inputs) in enumerate(steps):
+            if (stored := self._stored(checkpoint, networks, index, group)) is not None:
+                weight, record = stored
+                networks.write(group, weight)
+                layers.append(record)
+                continue
             system = self.linear_system(name=group.name, workspace=workspace)
             origin = self.origin(material, networks, group)
             records = {}
@@ -147,17 +173,36 @@ class LayerwiseMerge(CalibratedAlgorithm):
                     solution = system.solve(fallback=torch.zeros_like(origin))
                     networks.write(group, origin + solution.weight)
             layers.append(layer_record(group, records, solution))
+            checkpoint.store(index, networks.merged_weight(group), layers[-1], system.sums())
         return layers
 
-    def _report(self, material: Material, walker: Walker, layers: list[dict[str, Any]]) -> None:
+    def _stored(
+        self, checkpoint: Checkpoint, networks: Networks, index: int, group: LayerGroup
+    ) -> tuple[Tensor, dict[str, Any]] | None:
+        return checkpoint.load(index, group.name, like=networks.merged_weight(group))
+
+    def _report(
+        self, material: Material, walker: Walker, layers: list[dict[str, Any]], hashes: Mapping[str, Any]
+    ) -> None:
         common = self.common_report(material, walker, walker.replay_seconds)
-        self.report = common | {"layers": layers} | indices_of(material)
+        self.report = common | {"hashes": hashes, "layers": layers} | indices_of(material)
         if self._is_rank_zero():
             seconds = self.report["seconds"]
             log.info("%s merged %d experts:\n%s", type(self).__name__, len(material.tasks), summary(layers))
             log.info("Seconds: %s", ", ".join(f"{stage} {time:.1f}" for stage, time in seconds.items()))
             if (path := self.output_path()) is not None:
                 write_json(path, self.report)
+
+    def _identity(self, material: Material, hashes: Mapping[str, Any]) -> dict[str, Any]:
+        """All that the result depends on, to the last bit, besides the number of threads and the schedule."""
+        return {
+            "method": type(self).__name__,
+            "settings": {key: value for key, value in self.settings().items() if key not in WITHOUT_EFFECT},
+            "versions": environment(),
+            "device": [str(self.device), torch.backends.cpu.get_cpu_capability()],
+            "activation": activation_of(material.experts.template),
+            **hashes,
+        }
 
     def _check_task_weights(self, tasks: list[str]) -> None:
         if unknown := [task for task in self.task_weights if task not in tasks]:

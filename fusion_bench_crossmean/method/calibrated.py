@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -217,13 +218,22 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
         )
 
     @contextlib.contextmanager
-    def walking(self, material: Material, networks: Networks) -> Iterator[Walker]:
-        """A walker over `networks` with the schedule that the settings ask for and memory allows."""
+    def walking(
+        self,
+        material: Material,
+        networks: Networks,
+        settle: Callable[[Callable[[], Schedule]], Schedule] = lambda choose: choose(),
+    ) -> Iterator[Walker]:
+        """A walker over `networks` with the schedule that the settings ask for and memory allows.
+
+        `settle` has the last word: it is given how to choose, and returns the schedule to take.
+        """
         calibration = material.calibration.on(self.device, networks.forward_dtype)
 
         def choose(course: Course) -> Schedule:
             num_inputs = sum(batch.size for batches in calibration.values() for batch in batches)
-            return choose_schedule(
+            fitting = functools.partial(
+                choose_schedule,
                 Need.of(course, num_inputs, len(networks.path_points), tensors_of(material.experts.template)),
                 memory_of(self.device, self.max_memory_gib),
                 kind=self.schedule,
@@ -231,6 +241,7 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
                 on_host=self.device.type == "cpu",
                 is_budget=self.max_memory_gib is not None,
             )
+            return settle(fitting)
 
         with networks, Walker(networks, calibration, material.layers, choose) as walker:
             yield walker
@@ -268,7 +279,7 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
             forwards_within: seconds of its forwards that lie within those profiled as `statistics`.
         """
         seconds: dict[str, float] = {stage: sum(times) for stage, times in self.profiler.recorded_durations.items()}
-        seconds["statistics"] -= forwards_within
+        seconds["statistics"] = seconds.get("statistics", 0.0) - forwards_within
         return {
             "method": type(self).__name__,
             "settings": self.settings(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from fusion_bench_crossmean.calibration import Calibration
 from fusion_bench_crossmean.expert_loading import Experts
+from fusion_bench_crossmean.fingerprint import hash_batches, hash_tensors
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,19 @@ def as_pool(modelpool: BaseModelPool | Mapping[str, nn.Module]) -> BaseModelPool
         kind = type(modelpool).__name__
         raise TypeError(f"modelpool must be a FusionBench pool or a dict of task -> module, not a {kind}.")
     return BaseModelPool(dict(modelpool))
+
+
+def hashes_of(
+    material: Material, progress: Callable[[Iterable[str], str], Iterable[str]] = lambda items, _: items
+) -> dict[str, dict[str, str]]:
+    """Of the experts (the pretrained model too, where its weights are used) and of every task's inputs."""
+    experts = dict(material.experts.weights)
+    if material.experts.pretrained is not None:
+        experts["_pretrained_"] = material.experts.pretrained
+    return {
+        "experts": {name: hash_tensors(experts[name]) for name in progress(experts, "hashing experts")},
+        "calibration": {task: hash_batches(drawn) for task, drawn in material.calibration.batches.items()},
+    }
 
 
 def indices_of(material: Material) -> dict[str, Any]:

@@ -1,0 +1,198 @@
+"""Solved layer groups of an unfinished merge on disk, so that a run that was killed goes on where it was.
+
+A folder holds `manifest.json`, what the run depends on, and one safetensors file per solved group with its weight, its
+report row and a hash of its statistics. Files appear whole or not at all; a lock keeps a second run out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fusion_bench_crossmean.fingerprint import hash_tensors
+from fusion_bench_crossmean.report import as_json, written_whole
+from fusion_bench_crossmean.schedule import Schedule
+
+log = logging.getLogger(__name__)
+
+MANIFEST, LOCK, GROUP_FILES = "manifest.json", "lock", "group-*.safetensors"
+#: Seconds to wait for the lock: what a killed run leaves behind (workers that load data) needs some to end.
+PATIENCE = 10.0
+
+
+class Checkpoint:
+    """The checkpoint of one merge. Use it as a context manager: inside, the folder is this run's alone.
+
+    Args:
+        folder: made where it does not exist. None: nothing is stored, and nothing found.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self._identity: dict[str, Any] = {}
+        self._course: dict[str, Any] = {}  # threads and schedule; they change last bits, hence are kept
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Checkpoint:
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file = self._stack.enter_context((self.folder / LOCK).open("w"))
+            try:
+                take(file, self.folder)
+                for left in self.folder.glob(".*.*"):  # of a run that was killed while it wrote
+                    left.unlink()
+            except BaseException:
+                self._stack.close()
+                raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()  # the file and with it the lock
+
+    def begin(self, identity: Mapping[str, Any]) -> None:
+        """Says what the run depends on; where the folder has a merge already, goes on with its number of threads.
+
+        Raises:
+            ValueError: the folder has another merge, or files of which nobody knows where they come from.
+        """
+        if self.folder is None:
+            return
+        self._identity = as_json(identity)
+        path = self.folder / MANIFEST
+        if not path.exists():
+            if found := sorted(self.folder.glob(GROUP_FILES)):
+                raise ValueError(f"{self.folder} has {found[0].name} but no {MANIFEST}: choose another checkpoint_dir.")
+            return
+        try:
+            manifest = json.loads(path.read_text(encoding="utf-8"))
+            there, self._course = manifest["identity"], manifest["course"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is damaged ({error}). Remove the folder to begin anew.") from error
+        if differences := differing(there, self._identity):
+            raise ValueError(
+                f"checkpoint_dir {str(self.folder)!r} holds another merge: {'; '.join(differences)}. Choose another "
+                "folder, or remove this one to begin anew."
+            )
+        threads = torch.get_num_threads()
+        if threads != self._course["threads"]:
+            log.info("Going on with %d threads, as the run before.", self._course["threads"])
+            self._stack.callback(torch.set_num_threads, threads)
+            torch.set_num_threads(self._course["threads"])
+
+    def settle(self, choose: Callable[[], Schedule]) -> Schedule:
+        """The schedule of the run that goes on here, else the one that is chosen now, which is noted."""
+        if self.folder is None:
+            return choose()
+        if not self._course:
+            self._course = {"threads": torch.get_num_threads(), "schedule": asdict(choose())}
+            manifest = {"identity": self._identity, "course": self._course}
+            with written_whole(self.folder / MANIFEST) as temporary:
+                temporary.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+        return Schedule(**self._course["schedule"])
+
+    def load(self, index: int, name: str, like: Tensor) -> tuple[Tensor, dict[str, Any]] | None:
+        """Weight and report row of a solved group; None where it is not there, or damaged, or not this group's.
+
+        Args:
+            index: of the group in depth order.
+            name: of the group.
+            like: what its weight looks like.
+        """
+        if self.folder is None or not (path := self._path(index)).exists():
+            return None
+        try:
+            with safe_open(path, framework="pt") as file:
+                notes, weight = file.metadata(), file.get_tensor("weight")
+            record = json.loads(notes["record"])
+            is_own = record["name"] == name and weight.shape == like.shape and weight.dtype == like.dtype
+            if not is_own or notes["weight"] != hash_tensors({"weight": weight}):
+                raise ValueError(f"it is not what was stored for layer group {name}")
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            log.warning("%s is damaged (%s) and is made again.", path, error)
+            return None
+        return weight, record
+
+    def store(self, index: int, weight: Tensor, record: Mapping[str, Any], statistics: Mapping[str, Tensor]) -> None:
+        """Keeps a solved group. Where that fails, a warning: the merge itself goes on, without a checkpoint.
+
+        Args:
+            index: of the group in depth order.
+            weight: as written to the merged network.
+            record: its row in the report.
+            statistics: what it was solved from; only a hash is kept.
+        """
+        if self.folder is None:
+            return
+        tensors = {"weight": weight.contiguous()}
+        notes = {
+            "record": json.dumps(record),
+            "weight": hash_tensors(tensors),
+            "statistics": hash_tensors(statistics),
+        }
+        try:
+            with written_whole(self._path(index)) as temporary:
+                save_file(tensors, temporary, metadata=notes)
+        except (OSError, SafetensorError) as error:
+            log.warning(
+                "The checkpoint in %s ends before layer group %s: %s. The merge goes on without it.",
+                self.folder,
+                record["name"],
+                error,
+            )
+            self.folder = None
+
+    def _path(self, index: int) -> Path:
+        assert self.folder is not None
+        return self.folder / f"group-{index:04d}.safetensors"
+
+
+def take(file: TextIO, folder: Path) -> None:
+    """Locks `file`, until it is closed or the process ends.
+
+    Raises:
+        OSError: another run has it, or the file system has no locks.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() > deadline:
+                raise OSError(
+                    f"Another run uses checkpoint_dir {str(folder)!r}. Wait for it, or choose another folder."
+                ) from error
+            time.sleep(PATIENCE / 50)
+        else:
+            return
+
+
+def differing(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """In words: every entry in which two nested records differ.
+
+    Example:
+        >>> differing({"seed": 0, "experts": {"a": "x"}}, {"seed": 1, "experts": {"a": "x"}})
+        ['seed is 0 there and 1 here']
+    """
+    found = []
+    for key in dict.fromkeys([*there, *here]):
+        old, new = there.get(key), here.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found += differing(old, new, f"{prefix}{key}.")
+        elif old != new:
+            found.append(f"{prefix}{key} is {old!r} there and {new!r} here")
+    return found
