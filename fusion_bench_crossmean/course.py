@@ -165,8 +165,8 @@ def check_reached(reached: Sequence[str], layers: Sequence[str]) -> None:
     if missing := [name for name in layers if name not in set(reached)]:
         raise WalkError(
             f"{len(missing)} of {len(layers)} covered layers were never reached by a forward: {shorten(missing)}. "
-            "An nn.MultiheadAttention has layers to solve where query, key and value are one tensor only: use "
-            "coverage=mlp if the model has modules called 'mlp'."
+            "Take modules that the model does not use out of the experts. An nn.MultiheadAttention has layers to solve "
+            "where query, key and value are one tensor only: coverage=mlp leaves it out."
         )
     if repeated := sorted({name for name in reached if reached.count(name) > 1}):
         raise WalkError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -13,6 +14,11 @@ from fusion_bench_crossmean.weights import is_finite
 
 #: Entries of a transformers config that change what the same weights compute.
 FUNCTIONAL_CONFIG = ("hidden_act", "num_attention_heads", "layer_norm_eps")
+
+#: Of their modules, unlike users' own, attributes are settings and nothing else, such as an attention's `num_heads`;
+LIBRARIES = ("torch", "transformers", "open_clip", "timm")
+#: except these: how it is trained, and where it came from.
+UNIMPORTANT = re.compile(r"training|drop|checkpointing|name_or_path|loss|warnings|cache")
 
 NO_EXPERTS = "The pool has no experts: there is nothing to merge. Add models to modelpool.models."
 
@@ -34,6 +40,11 @@ def check_expert(name: str, expert: nn.Module, reference: tuple[str, nn.Module] 
         raise TypeError(
             f"Loading expert {name!r} gave a {type(expert).__name__}, not a torch module. "
             f"Check the entry modelpool.models.{name}."
+        )
+    if adapters := [key for key, module in expert.named_modules() if is_adapter(module)]:
+        raise ValueError(
+            f"Expert {name!r} has low-rank adapters in {len(adapters)} modules: {shorten(adapters)}. Fold them into "
+            "the weights first, with merge_and_unload() of PEFT."
         )
     if reference is not None:
         check_tensors(*reference, name, expert)
@@ -87,9 +98,16 @@ def check_architecture(reference: str, first: nn.Module, name: str, expert: nn.M
     """Both must compute the same function of their weights: the same module types and settings, the same config."""
 
     def describe(network: nn.Module) -> dict[str, str]:
-        modules = {k: f"{type(m).__name__}({m.extra_repr()})" for k, m in network.named_modules()}
+        modules = {k: f"{type(m).__name__}({', '.join(described(m))})" for k, m in network.named_modules()}
         return {k: text for k, text in modules.items() if "Dropout" not in text}  # no effect outside training
 
+    for key in FUNCTIONAL_CONFIG:
+        a, b = (getattr(getattr(network, "config", None), key, None) for network in (first, expert))
+        if a != b:
+            hint = " (experts with different activations cannot be merged)" if is_activation(key) else ""
+            raise ValueError(
+                f"Experts must share one architecture: {key} is {a!r} in {reference!r} and {b!r} in {name!r}{hint}."
+            )
     ours, theirs = describe(first), describe(expert)
     differing = [k for k in ours if theirs.get(k) != ours[k]]
     if differing:
@@ -99,12 +117,23 @@ def check_architecture(reference: str, first: nn.Module, name: str, expert: nn.M
             f"Experts must share one architecture: {key or 'the model'!r} is {ours[key]} in {reference!r} and "
             f"{theirs.get(key, 'missing')} in {name!r}{hint}; {len(differing)} modules differ: {shorten(differing)}."
         )
-    for key in FUNCTIONAL_CONFIG:
-        a, b = (getattr(getattr(network, "config", None), key, None) for network in (first, expert))
-        if a != b:
-            raise ValueError(
-                f"Experts must share one architecture: {key} is {a!r} in {reference!r} and {b!r} in {name!r}."
-            )
+
+
+def described(module: nn.Module) -> list[str]:
+    """What a module says of itself, and the numbers and words that a library's forward may depend on."""
+    parts = [text] if (text := module.extra_repr()) else []
+    if type(module).__module__.partition(".")[0] in LIBRARIES:
+        parts += [
+            f"{key}={value}"
+            for key, value in sorted(vars(module).items())
+            if isinstance(value, (bool, int, float, str)) and key[0] != "_" and not UNIMPORTANT.search(key)
+        ]
+    return parts
+
+
+def is_adapter(module: nn.Module) -> bool:
+    """Whether it adds a low-rank update to a layer (PEFT's LoRA and its like)."""
+    return type(module).__module__.partition(".")[0] == "peft" or hasattr(module, "lora_A")
 
 
 def is_activation(name: str) -> bool:

@@ -39,4 +39,4 @@ def hash_batches(batches: Iterable[Batch]) -> str:
 def bytes_of(tensor: Tensor) -> memoryview:
     """The content as bytes, without a copy where it is contiguous and in host memory."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,17 @@ from torch import Tensor, nn
 
 from fusion_bench_crossmean.pickled import read_pickled_module
 
+log = logging.getLogger(__name__)
+
+#: What open_clip knows of published weights -> the option that says the same.
+PREPROCESSING = {
+    "mean": "image_mean",
+    "std": "image_std",
+    "interpolation": "image_interpolation",
+    "resize_mode": "image_resize_mode",
+}
+#: Parts of open_clip's models that only text goes through.
+TEXT_PARTS = ("transformer", "text", "text_decoder")
 #: Towers that a pickled encoder without a name is compared with.
 ARCHITECTURES = ("ViT-B-32", "ViT-B-16", "ViT-L-14", "ViT-L-14-336", "ViT-H-14")
 
@@ -44,11 +56,50 @@ def build_encoder(
     nn.Module.__init__(encoder)
     # The models that were trained with QuickGELU are built with GELU, and a warning, unless told.
     encoder.model, encoder.train_preprocess, encoder.val_preprocess = open_clip.create_model_and_transforms(
-        name, pretrained=tag, cache_dir=OPENCLIP_CACHEDIR, force_quick_gelu=tag == "openai"
+        name,
+        pretrained=tag,
+        cache_dir=OPENCLIP_CACHEDIR,
+        force_quick_gelu=tag == "openai",
+        **({} if tag else preprocessing_of(name)),
     )
     encoder.cache_dir = CACHEDIR
-    if not keep_lang and hasattr(encoder.model, "transformer"):
-        del encoder.model.transformer
+    for part in TEXT_PARTS:
+        if not keep_lang and isinstance(getattr(encoder.model, part, None), nn.Module):
+            delattr(encoder.model, part)
+
+
+def preprocessing_of(name: str) -> dict[str, Any]:
+    """How an architecture's published weights want their images prepared, as open_clip's own options.
+
+    Weights that are yet to come were made from some of them. Empty where these disagree: open_clip's defaults stay.
+    """
+    tags = open_clip.list_pretrained_tags_by_model(name)
+    configs = [open_clip.get_pretrained_cfg(name, tag) for tag in tags]
+    found = [{option: config.get(key) for key, option in PREPROCESSING.items()} for config in configs]
+    if not found or any(options != found[0] for options in found):
+        return {}
+    return {option: value for option, value in found[0].items() if value is not None}
+
+
+def warn_of_unknowns(model_name: str) -> None:
+    """A state dict does not say for which activation and which images it was made; an architecture may not either."""
+    name, _, tag = model_name.partition("__")
+    if tag != "init__":
+        return
+    if not preprocessing_of(name):
+        log.warning(
+            "Published weights of %s differ in how images are prepared; open_clip's default is taken. Name the weights "
+            "that yours were made from (%s__pretrained__<tag>) if it is not theirs.",
+            name,
+            name,
+        )
+    if not name.endswith("-quickgelu") and open_clip.get_model_config(f"{name}-quickgelu"):
+        log.warning(
+            "%s is built with GELU. If its weights come from OpenAI's or others made for QuickGELU, name it "
+            "%s-quickgelu__init__.",
+            model_name,
+            name,
+        )
 
 
 def encoder_from_pickle(path: str | Path, model_name: str | None = None) -> ImageEncoder:
@@ -62,7 +113,8 @@ def encoder_from_pickle(path: str | Path, model_name: str | None = None) -> Imag
         ValueError: the file cannot be read safely, is none of an image encoder, or fits no known architecture.
     """
     pickled = read_pickled_module(path)
-    weights = {name: t for name, t in pickled.state_dict.items() if not name.startswith("model.transformer.")}
+    text = tuple(f"model.{part}." for part in TEXT_PARTS)
+    weights = {name: t for name, t in pickled.state_dict.items() if not name.startswith(text)}
     name = (model_name or architecture_of(weights, path)).split("__")[0].removesuffix("-quickgelu")
     encoder = ImageEncoder(f"{name}__init__")
     if any(each.endswith(".QuickGELU") for each in pickled.classes):
@@ -75,6 +127,14 @@ def encoder_from_pickle(path: str | Path, model_name: str | None = None) -> Imag
             f"{path} is no {name}: it lacks {len(missing)} tensors {missing[:3]}, has {len(unexpected)} others "
             f"{unexpected[:3]} and {len(shapes)} of another shape {shapes[:3]}. Check model_name."
         )
+    for key, module in encoder.named_modules():
+        for setting in ("num_heads", "eps"):
+            there = pickled.settings.get(f"{key}.{setting}")
+            if there is not None and there != getattr(module, setting, there):
+                raise ValueError(
+                    f"{path} is no {name}: {setting} of {key!r} is {there}, not {getattr(module, setting)}. Check "
+                    "model_name."
+                )
     encoder.load_state_dict(weights)
     return encoder
 
@@ -98,7 +158,7 @@ def architecture_of(weights: Mapping[str, Tensor], path: str | Path) -> str:
         "width": weights["model.visual.conv1.weight"].shape[0],
         "patch_size": weights["model.visual.conv1.weight"].shape[-1],
         "layers": len(blocks),
-        "tokens": len(weights["model.visual.positional_embedding"]),
+        "tokens": len(weights.get("model.visual.positional_embedding", ())),
     }
     for name in ARCHITECTURES:
         config: Any = open_clip.get_model_config(name)

@@ -40,10 +40,12 @@ class PickledModule:
     Args:
         state_dict: its parameters and persistent buffers.
         classes: full names of every class and function that it mentions.
+        settings: its modules' attributes that are numbers, e.g. ``attn.num_heads``.
     """
 
     state_dict: dict[str, Tensor]
     classes: frozenset[str]
+    settings: dict[str, float]
 
 
 def read_pickled_module(path: str | Path) -> PickledModule:
@@ -58,14 +60,16 @@ def read_pickled_module(path: str | Path) -> PickledModule:
         shells: list[Any] = [shell_for(name) for name in classes]
         with torch.serialization.safe_globals(shells):
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, ValueError, RuntimeError, EOFError) as error:
+    except (FileNotFoundError, PermissionError, IsADirectoryError):
+        raise
+    except (pickle.UnpicklingError, ValueError, RuntimeError, EOFError, OSError) as error:  # the last: cut short
         raise ValueError(
             f"{path} cannot be read safely as a module saved by torch.save: {error} Load it where it was made, save "
             "its weights with torch.save(model.state_dict(), path), and give that file as state_dict_path."
         ) from error
     if not isinstance(content, Shell) or "_modules" not in content.state:
         raise ValueError(f"{path} holds a {type(content).__name__}, not a whole module: give it as state_dict_path.")
-    return PickledModule(dict(persistent_tensors(content)), frozenset(classes))
+    return PickledModule(dict(persistent_tensors(content)), frozenset(classes), dict(numbers_of(content)))
 
 
 def shell_for(name: str) -> type[Shell]:
@@ -86,3 +90,13 @@ def persistent_tensors(module: Shell, prefix: str = "") -> Iterator[tuple[str, T
     for name, child in module.state.get("_modules", {}).items():
         if isinstance(child, Shell):
             yield from persistent_tensors(child, f"{prefix}{name}.")
+
+
+def numbers_of(module: Shell, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """(name, value) of every attribute of a module and those within that is a number."""
+    for name, value in module.state.items():
+        if isinstance(value, (int, float)):
+            yield prefix + name, value
+    for name, child in module.state.get("_modules", {}).items():
+        if isinstance(child, Shell):
+            yield from numbers_of(child, f"{prefix}{name}.")

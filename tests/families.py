@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,7 +113,7 @@ def reload_clip(pool: Any, merged: nn.Module, folder: Path) -> nn.Module:
 # OpenCLIP
 
 #: The pico CLIP's vision tower, as open_clip describes it.
-PICO = {
+PICO: dict[str, Any] = {
     "embed_dim": 8,
     "vision_cfg": {"image_size": SIDE, "layers": 2, "width": 16, "head_width": 8, "patch_size": 8, "mlp_ratio": 2.0},
     "text_cfg": {"context_length": 4, "vocab_size": 10, "width": 8, "heads": 1, "layers": 1},
@@ -122,9 +122,10 @@ PICO = {
 
 @contextmanager
 def pico_architectures(folder: Path) -> Iterator[None]:
-    """Inside the block open_clip knows `pico` and `pico-quickgelu`."""
-    for name, quick in (("pico", False), ("pico-quickgelu", True)):
-        (folder / f"{name}.json").write_text(json.dumps(PICO | {"quick_gelu": quick}))
+    """Inside the block open_clip knows `pico`, `pico-quickgelu` and `pico-oneheads`, whose shapes are the same."""
+    for name, quick, width in (("pico", False, 8), ("pico-quickgelu", True, 8), ("pico-oneheads", False, 16)):
+        vision = PICO["vision_cfg"] | {"head_width": width}
+        (folder / f"{name}.json").write_text(json.dumps(PICO | {"quick_gelu": quick, "vision_cfg": vision}))
     open_clip.add_model_config(folder)
     yield
     _MODEL_CONFIG_PATHS.remove(folder)
@@ -193,9 +194,9 @@ TEXT_LAYERS: dict[str, tuple[str, list[list[str]], list[list[str]]]] = {
 }
 
 
-def write_tokenizer(folder: Path, **options: Any) -> None:
+def write_tokenizer(folder: Path, vocabulary: Sequence[str] = VOCABULARY, **options: Any) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "vocab.txt").write_text("\n".join(VOCABULARY) + "\n")
+    (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n")
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"} | options))
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from conftest import ForwardCounter
@@ -235,10 +236,20 @@ def test_a_pretrained_model_of_another_shape_is_refused(refused: Any) -> None:
     refused(experts, vectors(), ValueError, r"'mlp\.0\.weight' is \(6, 6\) in 'digits' and \(8, 8\) in '_pretrained_'")
 
 
+def test_unfolded_adapters_are_refused() -> None:
+    experts, inputs = pico_experts(), pico_calibration()
+    config = peft.LoraConfig(target_modules=["q_proj"], r=2)
+    experts["letters"] = peft.get_peft_model(experts["letters"], config)
+    with pytest.raises(ValueError, match=r"Expert 'letters' has low-rank adapters in \d+ modules.*merge_and_unload"):
+        CrossMeanAlgorithm(num_calibration_samples=N).run(experts, inputs)
+    experts["letters"] = experts["letters"].merge_and_unload()
+    CrossMeanAlgorithm(num_calibration_samples=N).run(experts, inputs)
+
+
 @pytest.mark.parametrize("method", EVERYTHING)
 def test_experts_that_differ_in_their_activation_are_refused_by_name(method: type, refused: Any) -> None:
     experts = pico_experts(2) | {"textures": pico_clip("quick_gelu", seed=7)}
-    match = r"GELU.*'digits'.*QuickGELU.*'textures' \(experts with different activations cannot be merged\)"
+    match = r"hidden_act is 'gelu' in 'digits' and 'quick_gelu' in 'textures' \(experts with different activations"
     refused(experts, pico_calibration(), ValueError, match, method)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from families import WORDS, text_pool
-from pico import SIDE, pico_experts, pico_pool
+from pico import SIDE, pico_calibration, pico_experts, pico_pool
 from PIL import Image
 
 from fusion_bench_crossmean import CrossMeanAlgorithm
@@ -62,9 +62,26 @@ def test_a_file_of_texts_stands_in_for_a_tasks_data(kind: str, tmp_path: Path) -
     assert row == {"text": "the a cat", "text_b": "cat" if kind == "jsonl" else ""}
 
 
+def test_rows_may_have_a_second_text_or_not(tmp_path: Path) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a cat"}\n{"text": "a dog", "text_b": "the cat"}\n')
+    rows = source_for(text_pool("bert", tmp_path / "models"), None, {"mood": str(path)}).dataset("mood")
+    assert [rows[i] for i in (0, 1)] == [{"text": "a cat", "text_b": None}, {"text": "a dog", "text_b": "the cat"}]
+
+
+def test_files_and_inputs_at_once_are_refused(tmp_path: Path) -> None:
+    algorithm = CrossMeanAlgorithm(calibration_data={"digits": str(tmp_path)})
+    with pytest.raises(ValueError, match="Calibration inputs are given twice"):
+        algorithm.run(pico_experts(), pico_calibration())
+    with pytest.raises(ValueError, match="how to read the files of calibration_data is not known for it either"):
+        algorithm.run(pico_experts())
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
+        ("texts.jsonl", '{"text": "a"}\n{"text": 1}', r"whose columns do not have one type each"),
+        ("latin.txt", b"caf\xe9", r"calibration_data\.mood is .*latin\.txt, which is not UTF-8 .* Convert it"),
         ("gone", None, r"calibration_data\.mood is .*gone, which does not exist"),
         ("empty", "folder", r"calibration_data\.mood is .*empty, a folder without images"),
         ("texts.csv", "a,b", r"must be a folder of images, a text file \(\.txt\) or a JSON-lines file \(\.jsonl"),
@@ -74,12 +91,14 @@ def test_a_file_of_texts_stands_in_for_a_tasks_data(kind: str, tmp_path: Path) -
         ("texts.txt", "a\nb", r"task 'mood' has 2 calibration inputs, 8 were asked for"),
     ],
 )
-def test_files_that_cannot_be_used_are_errors(name: str, content: str | None, message: str, tmp_path: Path) -> None:
+def test_files_that_cannot_be_used_are_errors(
+    name: str, content: str | bytes | None, message: str, tmp_path: Path
+) -> None:
     pool, path = text_pool("bert", tmp_path / "models"), tmp_path / name
     if content == "folder":
         path.mkdir()
     elif content is not None:
-        path.write_text(content, encoding="utf-8")
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(ValueError, match=message):
         run(pool, {"mood": path})
 

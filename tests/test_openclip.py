@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import json
 import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,7 +17,8 @@ import open_clip
 import oracles
 import pytest
 import torch
-from families import pico_architectures
+from families import PICO, pico_architectures
+from open_clip.factory import _MODEL_CONFIG_PATHS, _rescan_model_configs
 from pico import TASKS, draw_weights, experts_of, pico_calibration, pico_clip, pico_images, vectors
 from PIL import Image
 from tolerances import SAME, state_error
@@ -31,7 +34,7 @@ compat.apply_cures(openclip=True)
 from fusion_bench.modelpool import OpenCLIPVisionModelPool  # noqa: E402
 from fusion_bench.models.open_clip import ImageEncoder  # noqa: E402
 
-from fusion_bench_crossmean.openclip import architecture_of, encoder_from_pickle  # noqa: E402
+from fusion_bench_crossmean.openclip import architecture_of, encoder_from_pickle, preprocessing_of  # noqa: E402
 
 #: Stands for the few names that FusionBench's encoder takes.
 MODELS = ("pico",)
@@ -312,6 +315,73 @@ def test_a_pickled_encoder_is_read_without_running_it(name: str, tmp_path: Path)
     read = encoder_from_pickle(path, "pico")
     assert state_error(read.state_dict(), network.state_dict()) == 0
     assert activation_of(read) == activation_of(network)
+
+
+@pytest.mark.parametrize("name", ["pico-oneheads__init__", "pico__init__"])
+def test_a_pickled_encoder_of_another_number_of_heads_is_refused(name: str, tmp_path: Path) -> None:
+    """Its shapes do not tell."""
+    path, _ = saved_whole(tmp_path, 1, name)
+    other = "pico" if "oneheads" in name else "pico-oneheads"
+    with pytest.raises(ValueError, match=rf"is no {other}: num_heads of 'model\.visual.*' is \d, not \d"):
+        encoder_from_pickle(path, other)
+
+
+def test_experts_of_different_numbers_of_heads_are_refused() -> None:
+    experts = {"digits": encoder(1), "letters": encoder(2, "pico-oneheads__init__")}
+    with pytest.raises(ValueError, match=r"num_heads=2.* in 'digits' and .*num_heads=1.* in 'letters'"):
+        merge(experts, pico_calibration(TASKS[:2]))
+
+
+def test_a_truncated_pickle_is_an_error_that_names_it(tmp_path: Path) -> None:
+    path, _ = saved_whole(tmp_path, 1)
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(ValueError, match=r"1\.pt cannot be read safely"):
+        encoder_from_pickle(path, "pico")
+    with pytest.raises(FileNotFoundError):
+        encoder_from_pickle(tmp_path / "gone.pt", "pico")
+
+
+def test_a_whole_encoder_given_as_a_state_dict_is_an_error_that_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, network = saved_whole(tmp_path, 1)
+    entry = {"model_name": "pico__init__", "state_dict_path": str(path)}
+    with pytest.raises(ValueError, match=r"1\.pt holds more than a state dict: give .* as pickle_path"):
+        OpenCLIPVisionModelPool({"digits": entry}).load_model("digits")
+    assert "pico__init__ is built with GELU" in caplog.text
+    torch.save(network.state_dict(), path)
+    caplog.clear()
+    entry["model_name"] = "pico-quickgelu__init__"
+    OpenCLIPVisionModelPool({"digits": entry}).load_model("digits")
+    assert "is built with GELU" not in caplog.text
+
+
+def test_images_are_prepared_as_an_architectures_weights_want_them() -> None:
+    assert preprocessing_of("ViT-B-16-SigLIP")["image_mean"] == (0.5, 0.5, 0.5)
+    assert preprocessing_of("ViT-L-14-CLIPA")["image_resize_mode"] == "squash"
+    assert preprocessing_of("ViT-H-14") == {}, "its weights disagree"
+    assert preprocessing_of("pico") == {}, "it has none"
+
+
+def test_no_text_tower_stays_whatever_it_is_called(tmp_path: Path) -> None:
+    config = PICO | {"custom_text": True}
+    (tmp_path / "pico-custom.json").write_text(json.dumps(config))
+    open_clip.add_model_config(tmp_path)
+    try:
+        network = ImageEncoder("pico-custom__init__")
+    finally:
+        _MODEL_CONFIG_PATHS.remove(tmp_path)
+        _rescan_model_configs()
+    assert not [name for name, _ in network.named_parameters() if "text" in name]
+    experts = {task: encoder_like(network, seed) for seed, task in enumerate(TASKS[:2])}
+    _, report = merge(experts, pico_calibration(TASKS[:2]), coverage="full")
+    assert len(report["layers"]) == 8
+
+
+def encoder_like(network: nn.Module, seed: int) -> nn.Module:
+    made = copy.deepcopy(network).to(torch.get_default_dtype())
+    made.load_state_dict(draw_weights(made, seed))
+    return made
 
 
 def harm() -> None:

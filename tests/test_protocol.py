@@ -439,7 +439,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("experts")
     with torch.random.fork_rng(devices=[]):
         for seed, task in enumerate(("_pretrained_", *TASKS)):
-            network = AutoModelForSequenceClassification.from_config(CONFIGS["bert"](num_labels=2 + seed % 2))  # heads differ in size
+            network = AutoModelForSequenceClassification.from_config(CONFIGS["bert"](num_labels=2 + seed % 2))
             halfway(network, seed).save_pretrained(folder / task)
     write_tokenizer(folder / "tokenizer")
     return folder

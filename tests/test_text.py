@@ -20,7 +20,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 
 from fusion_bench_crossmean import CrossMeanAlgorithm
 from fusion_bench_crossmean.calibration import source_for
-from fusion_bench_crossmean.text.encoders import encoder_of
+from fusion_bench_crossmean.text.encoders import check_token_ids, encoder_of
 from fusion_bench_crossmean.text.rows import as_text_rows, encode
 from fusion_bench_crossmean.text.taskpool import TextClassificationTaskPool, matthews_correlation
 from fusion_bench_crossmean.weights import StoredWeights, checkpoint_of
@@ -68,6 +68,37 @@ def test_columns_that_are_not_there_are_an_error_that_names_those_that_are(colum
         as_text_rows(rows, columns)
 
 
+def test_columns_may_change_names_and_be_one_word() -> None:
+    rows = datasets.Dataset.from_dict({"title": ["t"], "text": ["x"], "label": [1]})
+    assert as_text_rows(rows, ["title", "text"])[0] == {"text": "t", "text_b": "x", "label": 1}
+    assert as_text_rows(rows, "title")[0] == {"text": "t", "text_b": "", "label": 1}
+    with pytest.raises(ValueError, match=r"has the columns \['title', 'text', 'label'\], no label 'labels'"):
+        as_text_rows(rows, label="labels")
+    with pytest.raises(ValueError, match=r"not a DatasetDict with the splits \['train', 'test'\]: name one"):
+        as_text_rows(datasets.DatasetDict(train=rows, test=rows))
+
+
+def test_a_single_text_is_encoded_alike_beside_a_pair(tmp_path: Path) -> None:
+    """Else the tokens that count would depend on the batch size."""
+    write_tokenizer(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    rows = [{"text": "a cat"}, {"text": "dog", "text_b": "the cat"}, {"text": "dog", "text_b": None}]
+    together = encode(tokenizer, rows)
+    for index, row in enumerate(rows):
+        alone = encode(tokenizer, [row])
+        length = alone["input_ids"].shape[1]
+        for key, value in alone.items():
+            assert together[key][index, :length].tolist() == value[0].tolist(), key
+        assert together["attention_mask"][index, length:].sum() == 0
+
+
+@pytest.mark.parametrize("row", [{"text": None}, {"text": 3}, {"text": "a", "text_b": 1.5}, {}])
+def test_a_text_that_is_none_is_an_error(row: dict[str, Any], tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match=r"text(_b)? must be a string, not (None|3|1\.5)"):
+        encode(AutoTokenizer.from_pretrained(tmp_path), [{"text": "cat"}, row])
+
+
 def test_texts_are_cut_at_the_tokenizers_limit(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, model_max_length=6)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
@@ -87,6 +118,11 @@ def test_texts_are_cut_at_the_tokenizers_limit(tmp_path: Path) -> None:
             {"_train_datasets": dict.fromkeys(TASKS, datasets.Dataset.from_dict({"body": ["x"] * 30}))},
             r"The calibration data of task 'mood' has the columns \['body'\]",
         ),
+        ({"_tokenizer": "a/path"}, r"modelpool\.tokenizer is 'a/path'; it must be a config: 'modelpool\.tokenizer\._t"),
+        (
+            {"_train_datasets": dict.fromkeys(TASKS, datasets.Dataset.from_dict({"text": [None, "x"] * 15}))},
+            r"The calibration inputs of task 'mood': text must be a string, not None",
+        ),
     ],
 )
 def test_pools_that_lack_something_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -95,6 +131,32 @@ def test_pools_that_lack_something_are_refused(change: dict[str, Any], message: 
         setattr(pool, key, value)
     with pytest.raises(ValueError, match=message):
         CrossMeanAlgorithm(num_calibration_samples=24).run(pool)
+
+
+def test_texts_that_the_model_cannot_read_are_refused(tmp_path: Path) -> None:
+    pool = text_pool("roberta", tmp_path)
+    room = CONFIGS["roberta"]().max_position_embeddings - CONFIGS["roberta"]().pad_token_id - 1
+    for length, fits in ((room, True), (room + 1, False)):
+        rows = datasets.Dataset.from_dict({"text": ["cat " * (length - 2)] * 24})
+        pool._train_datasets = dict.fromkeys(TASKS, rows)
+        pool._tokenizer["model_max_length"] = 1000
+        algorithm = CrossMeanAlgorithm(num_calibration_samples=8)
+        if fits:
+            algorithm.run(pool)
+        else:
+            with pytest.raises(ValueError, match=f"task 'mood' have {length} tokens in a row, the model reads {room}"):
+                algorithm.run(pool)
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    pool = text_pool("bert", tmp_path)
+    source = source_for(pool, None)
+    batch = source.collate([{"text": "cat"}])
+    encoder = encoder_of(pool.load_model("mood"))
+    check_token_ids(encoder, batch.kwargs, "They")
+    ids = batch.kwargs["input_ids"] + encoder.config.vocab_size
+    with pytest.raises(ValueError, match=r"They have the token \d+, the model knows \d+ tokens"):
+        check_token_ids(encoder, {"input_ids": ids}, "They")
 
 
 def test_a_text_without_a_token_is_an_error(tmp_path: Path) -> None:
@@ -173,9 +235,62 @@ def test_a_head_of_another_encoder_is_refused(tmp_path: Path) -> None:
         task_pool(tmp_path / "one").evaluate(encoder)
 
 
+@pytest.mark.float32
+@pytest.mark.parametrize("change", ["half", "activation", "no head", "tokenizer", "label", "no rows", "regression"])
+def test_heads_that_do_not_fit_are_refused_or_cast(change: str, tmp_path: Path) -> None:
+    pool, settings = text_pool("bert", tmp_path), {}
+    model, rows = pool.load_model("mood"), sentences(10)
+    expected = task_pool(tmp_path).evaluate(encoder_of(pool.load_model("colour")))
+    match = None
+    if change == "half":
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter.data.half().float() if name.startswith("classifier") else parameter.data
+        model.save_pretrained(tmp_path / "mood")
+        expected = task_pool(tmp_path).evaluate(encoder_of(pool.load_model("colour")))
+        model = model.half()
+    elif change == "activation":
+        model.config.hidden_act, match = (
+            "relu",
+            "hidden_act is 'relu' in 'the head of task mood' and 'gelu' in 'the merged",
+        )
+    elif change == "no head":
+        model, match = model.bert, r"heads\.mood is .*, which has no head \('classifier"
+    elif change == "tokenizer":
+        (tmp_path / "mood").mkdir(exist_ok=True)
+        write_tokenizer(tmp_path / "mood", VOCABULARY[:-1])
+        match = r"The head of task 'mood' was made with another tokenizer \(\d+ tokens\).*check taskpool\.tokenizer"
+    elif change == "label":
+        unlabelled = rows.remove_columns("label").add_column("label", [-1] * len(rows))
+        settings, match = {"test_datasets": {"mood": unlabelled}}, "have the label -1, its head has 2 classes"
+    elif change == "no rows":
+        settings = {"test_datasets": {"mood": rows.select([])}}
+        match = r"task 'mood' have no rows: check test_datasets\.mood"
+    else:
+        model = AutoModelForSequenceClassification.from_config(CONFIGS["bert"](num_labels=1))
+        match = r"task 'mood' has no classes \(num_labels=1\)"
+    model.save_pretrained(tmp_path / "mood")
+    encoder = encoder_of(pool.load_model("colour"))
+    if match is None:
+        assert task_pool(tmp_path).evaluate(encoder) == expected
+        return
+    with pytest.raises(ValueError, match=match):
+        task_pool(tmp_path, **settings).evaluate(encoder)
+
+
+@pytest.mark.float32
+def test_reports_of_several_jobs_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = text_pool("bert", tmp_path)
+    tasks = task_pool(tmp_path)
+    monkeypatch.setattr(TextClassificationTaskPool, "log_dir", str(tmp_path / "logs"))
+    for _ in range(2):
+        tasks.evaluate(encoder_of(pool.load_model("mood")))
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["report.json", "report_1.json"]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"metrics": {"modo": "matthews"}}, r"metrics names \['modo'\]; the task pool has \['mood', 'colour'\]"),
         ({"heads": {"mood": "x"}}, r"The task pool has no head for \['colour'\]"),
         ({"metrics": {"mood": "f1"}}, r"metrics must be accuracy or matthews, not \{'mood': 'f1'\}"),
     ],

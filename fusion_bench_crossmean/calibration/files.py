@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import datasets
+import pyarrow as pa
 from PIL import Image
 
 from fusion_bench_crossmean.calibration.batch import Batch
@@ -65,20 +66,32 @@ def read_rows(path: Path, task: str) -> Any:
     if not path.is_file():
         raise ValueError(f"{where}, which does not exist.")
     if path.suffix in TEXT_SUFFIXES:
-        lines = path.read_text(encoding="utf-8").split("\n")
-        return datasets.Dataset.from_dict({"text": [line for line in lines if line.strip()]})
+        return datasets.Dataset.from_dict({"text": [line for line in read_lines(path, where) if line.strip()]})
     if path.suffix in JSON_SUFFIXES:
-        return datasets.Dataset.from_list(list(read_json_lines(path, where)))
+        rows = read_json_lines(path, where)
+        columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
+        try:
+            return datasets.Dataset.from_dict(columns)
+        except pa.ArrowException as error:
+            raise ValueError(f"{where}, whose columns do not have one type each: {error}") from error
     raise ValueError(
         f"{where}; it must be a folder of images, a text file ({', '.join(TEXT_SUFFIXES)}) or a JSON-lines file "
         f"({', '.join(JSON_SUFFIXES)})."
     )
 
 
+def read_lines(path: Path, where: str) -> list[str]:
+    """The lines of a UTF-8 file, with or without a byte order mark."""
+    try:
+        return path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}, which is not UTF-8 ({error}). Convert it.") from error
+
+
 def read_json_lines(path: Path, where: str) -> list[dict[str, Any]]:
     """One object per line."""
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(read_lines(path, where), start=1):
         if not line.strip():
             continue
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -73,6 +73,8 @@ def source_for(
     """
     if files and (unknown := [task for task in files if task not in modelpool.model_names]):
         raise ValueError(f"calibration_data names {unknown}, the pool has {list(modelpool.model_names)}.")
+    if files and calibration is not None:
+        raise ValueError("Calibration inputs are given twice: as calibration_data and to run(). Leave one out.")
     if calibration is not None:
         return PlainSource(calibration)
     for family in type(modelpool).__mro__:
@@ -80,7 +82,8 @@ def source_for(
             return FilesSource(files, source(modelpool)) if files else source(modelpool)
     raise ValueError(
         "This pool brings no calibration inputs. "
-        "Give them to run(modelpool, calibration={task: tensor, dict of tensors, dataset or DataLoader})."
+        "Give them to run(modelpool, calibration={task: tensor, dict of tensors, dataset or DataLoader})"
+        f"{'; how to read the files of calibration_data is not known for it either' if files else ''}."
     )
 
 
@@ -138,11 +141,19 @@ def load_calibration(
         )
         seeds = [zlib.crc32(f"{seed} {task} {index}".encode()) for index in indices[task]]
         batches[task] = []
-        for start, batch in zip(range(0, num_samples, batch_size), loader, strict=True):
+        for start, batch in zip(range(0, num_samples, batch_size), told(loader, task), strict=True):
             check_finite(batch, task)
             dropout_seeds = tuple(seeds[start : start + batch_size])
             batches[task].append(replace(batch, token_dropout=token_dropout, dropout_seeds=dropout_seeds))
     return Calibration(batches, indices)
+
+
+def told(loader: Iterable[Batch], task: str) -> Iterator[Batch]:
+    """Batch by batch; what is wrong with an input is said together with its task."""
+    try:
+        yield from loader
+    except ValueError as error:
+        raise ValueError(f"The calibration inputs of task {task!r}: {error}") from error
 
 
 def check_finite(batch: Batch, task: str) -> None:

@@ -30,7 +30,13 @@ class TextPoolSource:
         Raises:
             ValueError: the pool has none.
         """
-        if getattr(self.modelpool, "_tokenizer", None) is None:
+        entry = getattr(self.modelpool, "_tokenizer", None)
+        if isinstance(entry, str):
+            raise ValueError(
+                f"modelpool.tokenizer is {entry!r}; it must be a config: 'modelpool.tokenizer._target_=transformers."
+                f"AutoTokenizer.from_pretrained' 'modelpool.tokenizer.pretrained_model_name_or_path={entry}'."
+            )
+        if entry is None:
             raise ValueError(
                 "The pool has no tokenizer. Add one: '+modelpool.tokenizer._target_=transformers.AutoTokenizer."
                 "from_pretrained' '+modelpool.tokenizer.pretrained_model_name_or_path=...'."
@@ -48,7 +54,7 @@ class TextPoolSource:
         return self.wrap(self.modelpool.load_train_dataset(task), task)
 
     def wrap(self, rows: Any, task: str) -> Any:
-        if not isinstance(rows, datasets.Dataset):
+        if not isinstance(rows, (datasets.Dataset, datasets.DatasetDict)):
             if not (len(rows) and isinstance(rows[0], Mapping) and "text" in rows[0]):
                 raise ValueError(f"The calibration data of task {task!r} are no texts; this pool's models read texts.")
             return rows

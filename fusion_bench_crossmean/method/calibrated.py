@@ -31,6 +31,7 @@ from fusion_bench_crossmean.networks import Networks
 from fusion_bench_crossmean.paired_statistics import float32_products
 from fusion_bench_crossmean.report import environment, peak_memory
 from fusion_bench_crossmean.schedule import Need, Schedule, choose_schedule
+from fusion_bench_crossmean.text.encoders import check_token_ids
 from fusion_bench_crossmean.walker import Walker
 from fusion_bench_crossmean.weights import tensors_of
 
@@ -190,6 +191,8 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
                     token_dropout=self.token_dropout,
                     progress=self.progress,
                 )
+            for task, batch in ((task, batch) for task, batches in drawn.batches.items() for batch in batches):
+                check_token_ids(experts.template, batch.kwargs, f"The calibration inputs of task {task!r}")
             yield Material(experts, layers, drawn)
 
     def _experts_fit(self, size: int) -> bool:

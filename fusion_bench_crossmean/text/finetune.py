@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, get_linear_schedule_with_warmup
 
+from fusion_bench_crossmean.report import check_writable
 from fusion_bench_crossmean.text.rows import encode, load_text
 
 log = logging.getLogger(__name__)
@@ -122,6 +123,7 @@ def main() -> None:
         parser.add_argument(option, type=kind, default=setting.default, help=f"({setting.default})")
     arguments = parser.parse_args()
     recipe = Recipe(**{setting.name: getattr(arguments, setting.name) for setting in fields(Recipe)})
+    check_writable(arguments.output / "expert")  # not after hours of training
     for task in arguments.task:
         own = replace(recipe, seed=recipe.seed + GLUE.index(task))  # whatever the other tasks are
         rows = load_text("nyu-mll/glue", task, split="train")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,10 +16,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassConfusionMatrix
 from tqdm.auto import tqdm
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from fusion_bench_crossmean.expert_checks import check_architecture
 from fusion_bench_crossmean.messages import shorten
-from fusion_bench_crossmean.text.encoders import encoder_of
+from fusion_bench_crossmean.report import unused, write_json
+from fusion_bench_crossmean.text.encoders import check_token_ids, encoder_of
 from fusion_bench_crossmean.text.rows import encode
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,8 @@ class TextClassificationTaskPool(LightningFabricMixin, BaseTaskPool):
         self.dataloader_kwargs = dict(dataloader_kwargs or {})
         if missing := [task for task in test_datasets if task not in heads]:
             raise ValueError(f"The task pool has no head for {missing}: add heads.<task>.")
+        if unknown := [task for task in self.metrics if task not in test_datasets and task not in heads]:
+            raise ValueError(f"metrics names {unknown}; the task pool has {list(test_datasets)}.")
         if wrong := {task: kind for task, kind in self.metrics.items() if kind not in METRICS}:
             raise ValueError(f"metrics must be {' or '.join(METRICS)}, not {wrong}.")
 
@@ -79,10 +82,13 @@ class TextClassificationTaskPool(LightningFabricMixin, BaseTaskPool):
         self.test_dataloaders: dict[str, Any] = {}
         for task, entry in self.test_datasets.items():
             rows = instantiate(entry) if isinstance(entry, Mapping) or hasattr(entry, "_target_") else entry
+            if not len(rows):
+                raise ValueError(f"The test data of task {task!r} have no rows: check test_datasets.{task}.")
             self.test_dataloaders[task] = DataLoader(rows, collate_fn=collate, **self.dataloader_kwargs)
         self.classifiers: dict[str, Any] = {}
         for task in self.test_datasets:
             self.classifiers[task] = classifier = self.load_head(task)
+            check_tokenizer(tokenizer, self.heads[task], task)
             share_encoder(classifier, next(iter(self.classifiers.values())))
         self._is_setup = True
 
@@ -109,15 +115,29 @@ class TextClassificationTaskPool(LightningFabricMixin, BaseTaskPool):
         }
         log.info("Evaluation: %s", report)
         if self.fabric.is_global_zero and (log_dir := getattr(self, "log_dir", None)) is not None:
-            (Path(log_dir) / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+            write_json(unused(Path(log_dir) / "report.json"), report)
         return report
 
     def load_head(self, task: str) -> Any:
-        """The classifier whose head is the task's."""
+        """The classifier whose head is the task's.
+
+        Raises:
+            ValueError: there is none, or none for classes.
+        """
         entry = self.heads[task]
-        return (
-            AutoModelForSequenceClassification.from_pretrained(entry) if isinstance(entry, str) else instantiate(entry)
-        )
+        if isinstance(entry, str):
+            classifier, found = AutoModelForSequenceClassification.from_pretrained(entry, output_loading_info=True)
+            encoder = str(classifier.base_model_prefix)
+            if missing := sorted(key for key in found["missing_keys"] if not key.startswith(f"{encoder}.")):
+                raise ValueError(
+                    f"heads.{task} is {entry!r}, which has no head ({shorten(missing)} missing): give the task's "
+                    "fine-tuned model."
+                )
+        else:
+            classifier = instantiate(entry)
+        if classifier.config.num_labels < 2:
+            raise ValueError(f"The head of task {task!r} has no classes (num_labels={classifier.config.num_labels}).")
+        return classifier
 
     def _evaluate(self, classifier: Any, test_loader: Any, num_classes: int, task_name: str) -> dict[str, float]:
         """`score`, `accuracy`, `loss` and, where that is the score, `matthews`; named as in FusionBench's pools."""
@@ -128,6 +148,12 @@ class TextClassificationTaskPool(LightningFabricMixin, BaseTaskPool):
         total, loss = 0, 0.0
         batches = itertools.islice(test_loader, 1 if self.fast_dev_run else None)
         for inputs, labels in tqdm(batches, desc=task_name, leave=False, disable=not self.fabric.is_global_zero):
+            check_token_ids(encoder_of(classifier), inputs, f"The test data of task {task_name!r}")
+            if outside := [label for label in labels.tolist() if not 0 <= label < num_classes]:
+                raise ValueError(
+                    f"The test data of task {task_name!r} have the label {outside[0]}, its head has {num_classes} "
+                    "classes. Take a split with labels, and the head of this task."
+                )
             there = labels.to(device)
             logits = classifier(**{key: value.to(device) for key, value in inputs.items()}).logits.float()
             loss += float(nn.functional.cross_entropy(logits, there, reduction="sum"))
@@ -150,19 +176,33 @@ def matthews_correlation(confusion: Tensor) -> float:
     return float(covariance / variance.sqrt()) if variance > 0 else 0.0
 
 
+def check_tokenizer(tokenizer: Any, head: Any, task: str) -> None:
+    """Raises `ValueError` where a head was fine-tuned with another tokenizer, which lies beside it."""
+    folder = Path(head) if isinstance(head, str) else None
+    if folder is None or not (folder / "tokenizer_config.json").is_file():
+        return
+    own = AutoTokenizer.from_pretrained(folder).get_vocab()
+    if own != tokenizer.get_vocab():
+        raise ValueError(
+            f"The head of task {task!r} was made with another tokenizer ({len(own)} tokens) than the task pool's "
+            f"({len(tokenizer.get_vocab())}): check taskpool.tokenizer."
+        )
+
+
 def share_encoder(classifier: nn.Module, other: nn.Module) -> None:
-    """Gives a classifier the other one's encoder where it is of the same shape: only heads differ between tasks."""
-    own, theirs = encoder_of(classifier).state_dict(), encoder_of(other).state_dict()
-    if own.keys() == theirs.keys() and all(own[key].shape == theirs[key].shape for key in own):
+    """Gives a classifier the other one's encoder where it is built alike: only heads differ between tasks."""
+    own, theirs = encoder_of(classifier), encoder_of(other)
+    if repr(own) == repr(theirs) and own.dtype == theirs.dtype:
         setattr(classifier, str(classifier.base_model_prefix), encoder_of(other))
 
 
 def put_encoder(classifier: nn.Module, encoder: nn.Module, task: str) -> None:
-    """Gives a classifier the weights of `encoder`.
+    """Gives a classifier the weights of `encoder`, and its dtype.
 
     Raises:
         ValueError: they are not those of its own encoder's architecture.
     """
+    classifier.to(next(encoder.parameters()).dtype)
     own = encoder_of(classifier)
     state, theirs = own.state_dict(), encoder.state_dict()
     # RoBERTa's classifiers have no pooler, which its encoder gets, at random, when it is loaded on its own.
@@ -174,4 +214,5 @@ def put_encoder(classifier: nn.Module, encoder: nn.Module, task: str) -> None:
         raise ValueError(
             f"The head of task {task!r} belongs to another encoder: {shorten(differing)} differ. Check heads.{task}."
         )
+    check_architecture(f"the head of task {task}", own, "the merged model", encoder)
     own.load_state_dict(theirs)
