@@ -31,7 +31,6 @@ from fusion_bench_crossmean.networks import Networks
 from fusion_bench_crossmean.paired_statistics import float32_products
 from fusion_bench_crossmean.report import environment, peak_memory
 from fusion_bench_crossmean.schedule import Need, Schedule, choose_schedule
-from fusion_bench_crossmean.text.encoders import check_token_ids
 from fusion_bench_crossmean.walker import Walker
 from fusion_bench_crossmean.weights import tensors_of
 
@@ -55,8 +54,7 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
         seed: of the calibration draw (and of token dropout).
         batch_size: inputs per forward; the result does not depend on it.
         num_workers: processes that load data, 0 for none.
-        token_dropout: fraction of the calibration tokens left out of every statistic at random, in [0, 1); an
-            ablation, 0 is off.
+        token_dropout: fraction of the calibration tokens left out of every statistic at random, in [0, 1), to ablate.
         precision: `full`: forwards in the experts' common dtype (float32 where they differ), full float32 products.
             `mixed`: forwards in bfloat16, products as torch's float32 precision `medium` (bfloat16 operands where the
             CPU has them, TF32 on CUDA); sums stay float32 and solutions float64.
@@ -191,9 +189,7 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
                     token_dropout=self.token_dropout,
                     progress=self.progress,
                 )
-            for task, batch in ((task, batch) for task, batches in drawn.batches.items() for batch in batches):
-                check_token_ids(experts.template, batch.kwargs, f"The calibration inputs of task {task!r}")
-            yield Material(experts, layers, drawn)
+            yield Material.checked(experts, layers, drawn)
 
     def _experts_fit(self, size: int) -> bool:
         """Whether so many bytes of experts may stay in memory: in half of what is free, the rest is to work in."""

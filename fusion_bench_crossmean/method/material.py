@@ -12,6 +12,7 @@ from torch import nn
 from fusion_bench_crossmean.calibration import Calibration
 from fusion_bench_crossmean.expert_loading import Experts
 from fusion_bench_crossmean.fingerprint import hash_batches, hash_tensors
+from fusion_bench_crossmean.text.encoders import check_token_ids
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,18 @@ class Material:
     experts: Experts
     layers: list[str]
     calibration: Calibration
+
+    @classmethod
+    def checked(cls, experts: Experts, layers: list[str], calibration: Calibration) -> Material:
+        """Once it is sure that the experts can read the inputs.
+
+        Raises:
+            ValueError: they cannot; see `check_token_ids`.
+        """
+        for task, batches in calibration.batches.items():
+            for batch in batches:
+                check_token_ids(experts.template, batch.kwargs, f"The calibration inputs of task {task!r}")
+        return cls(experts, layers, calibration)
 
     @property
     def tasks(self) -> list[str]:
