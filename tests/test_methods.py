@@ -27,6 +27,7 @@ INPUT_SETTINGS = {"coverage", "num_calibration_samples", "calibration_data", "se
 INPUT_SETTINGS |= {"token_dropout"}
 SHARED = INPUT_SETTINGS | {"precision", "schedule", "activation_store", "max_memory_gib", "report_path"}
 MERGING = SHARED | {"reduce_non_diagonal_ratio", "relative_ridge", "task_weighting", "task_weights", "dtype"}
+MERGING |= {"checkpoint_dir"}
 
 
 def merge(method: type, experts: Any, inputs: Any, **settings: Any) -> dict[str, Tensor]:
