@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import CLIPConfig, CLIPModel
 
-from fusion_bench_crossmean.mini.build_clip import write_tokenizer_and_processor
+from fusion_bench_crossmean.mini.clip_files import write_tokenizer_and_processor
 
 
 @dataclass(frozen=True)
