@@ -39,6 +39,10 @@ class SingularSystemError(ArithmeticError):
     """A layer's system has non-finite values, or is not positive definite at the largest ridge allowed."""
 
 
+class DoubtfulSystemError(ArithmeticError):
+    """A layer's solution came with a warning, and warnings are errors."""
+
+
 @dataclass(frozen=True)
 class Solution:
     """What came of one layer's system.
@@ -53,6 +57,7 @@ class Solution:
         relative_pivot: smallest squared pivot of the factorisation over the largest: at least one over the condition.
         features: the layer's input width.
         dead_features: input features that were zero on every row; their columns are the fallback's.
+        warnings: what was doubtful about it.
     """
 
     weight: Tensor
@@ -63,6 +68,7 @@ class Solution:
     relative_pivot: float
     features: int
     dead_features: list[int]
+    warnings: list[str]
 
 
 class LinearSystem:
@@ -75,6 +81,7 @@ class LinearSystem:
         task_weighting: ``sum`` adds the tasks' sums over tokens, ``mean`` their means.
         symmetric_weight: beta, ``C -> (1 - beta) C + beta (C + C') / 2`` on the bilinear statistic. An ablation.
         gram_shrinkage: gamma, ``C -> (1 - gamma) C + gamma A``, after the former. An ablation.
+        strict: makes errors of warnings.
         name: the layer, for messages.
         workspace: where the matrices lie; it serves one system at a time.
     """
@@ -87,6 +94,7 @@ class LinearSystem:
         task_weighting: Literal["sum", "mean"] = "sum",
         symmetric_weight: float = 0.0,
         gram_shrinkage: float = 0.0,
+        strict: bool = False,
         name: str = "",
         workspace: Workspace | None = None,
     ) -> None:
@@ -95,6 +103,8 @@ class LinearSystem:
         self.task_weighting = task_weighting
         self.symmetric_weight = symmetric_weight
         self.gram_shrinkage = gram_shrinkage
+        self.strict = strict
+        self.warnings: list[str] = []
         self.name = name
         self.workspace = workspace or Workspace()
         self.rows = 0
@@ -181,6 +191,7 @@ class LinearSystem:
         """
         if self.lhs is None or self.rhs is None:
             raise ValueError(f"Layer {self.name!r}: no task was added, there is nothing to solve.")
+        self.warnings = []
         diagonal = self.lhs.diagonal().to(torch.float64, copy=True)
         dead = diagonal == 0
         # A dead feature's row and column are zero: any positive pivot decouples it, and its result is replaced.
@@ -194,15 +205,11 @@ class LinearSystem:
         weight = factor.solve(transposed.copy_(self.rhs.T))
         residual = relative_residual(self.lhs, self.ratio, diagonal + ridge, weight, self.rhs)
         if residual > DOUBTFUL_RESIDUAL:
-            log.warning("Layer %r: the relative residual of its system is %.1e.", self.name, residual)
+            self._doubt(f"the relative residual of its system is {residual:.1e}.")
         if self.rows < live:
-            log.warning(
-                "Layer %r: %d calibration tokens for %d input features (rank %d); the reduction and the ridge decide "
-                "the rest. More calibration inputs would help.",
-                self.name,
-                self.rows,
-                live,
-                rank,
+            self._doubt(
+                f"{self.rows} calibration tokens for {live} input features (rank {rank}); the reduction and the ridge "
+                "decide the rest. More calibration inputs would help."
             )
         weight[:, dead] = fallback.to(weight)[:, dead]
         return Solution(
@@ -214,7 +221,15 @@ class LinearSystem:
             float(factor.pivots.min() / factor.pivots.max()),
             features=len(dead),
             dead_features=dead.nonzero().flatten().tolist(),
+            warnings=self.warnings,
         )
+
+    def _doubt(self, message: str) -> None:
+        """Warns of something, or raises `DoubtfulSystemError`."""
+        if self.strict:
+            raise DoubtfulSystemError(f"Layer {self.name!r}: {message} (An error because of strict=true.)")
+        self.warnings.append(message)
+        log.warning("Layer %r: %s", self.name, message)
 
     def _factorise(self, lhs: Tensor, diagonal: Tensor, mean_diagonal: float) -> tuple[CholeskyFactor, float]:
         """Factorises the reduced `lhs` with ``diagonal + r`` on its diagonal; also returns r / mean_diagonal."""
@@ -234,11 +249,8 @@ class LinearSystem:
                     f"not positive definite at relative_ridge={relative_ridge:g}. Use more calibration inputs, a "
                     "reduce_non_diagonal_ratio below 1, or a positive (larger) relative_ridge."
                 )
-            log.warning(
-                "Layer %r: its system is not positive definite at relative_ridge=%g, trying %g.",
-                self.name,
-                relative_ridge,
-                following,
+            self._doubt(
+                f"its system is not positive definite at relative_ridge={relative_ridge:g}, trying {following:g}."
             )
             relative_ridge = following
 

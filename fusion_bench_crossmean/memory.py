@@ -28,6 +28,10 @@ class MemoryUse:
     used: int
     limit: int
 
+    def with_more(self, size: int) -> MemoryUse:
+        """After so many bytes more have been used."""
+        return MemoryUse(self.used + size, self.limit)
+
     @property
     def free(self) -> int:
         return self.limit - self.used

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion_bench_crossmean.linear_system import LinearSystem, Solution, relative_residual
+from fusion_bench_crossmean.linear_system import LinearSystem, SingularSystemError, Solution, relative_residual
 
 
 class PseudoInverseSystem(LinearSystem):
@@ -48,6 +48,8 @@ class PseudoInverseSystem(LinearSystem):
         rhs = self.rhs.double()
         weight = ((vectors / (values + ridge)) @ (vectors.T @ rhs)).T.contiguous()
         residual = relative_residual(self.lhs, self.ratio, diagonal + ridge, weight, self.rhs)
+        if not torch.isfinite(weight).all():
+            raise SingularSystemError(f"Layer {self.name!r}: its pseudo-inverse is not finite. Raise rcond.")
         weight[:, dead] = fallback.to(weight)[:, dead]
         return Solution(
             weight,
@@ -58,4 +60,5 @@ class PseudoInverseSystem(LinearSystem):
             relative_pivot=float(values[0]) / largest if len(values) else 0.0,
             features=len(dead),
             dead_features=dead.nonzero().flatten().tolist(),
+            warnings=self.warnings,
         )

@@ -18,7 +18,13 @@ from tolerances import FAR, FLOAT32, LSTSQ, SAME, relative_error
 from torch import Tensor
 
 from fusion_bench_crossmean.cholesky import numerical_rank
-from fusion_bench_crossmean.linear_system import LinearSystem, SingularSystemError, Solution, relative_residual
+from fusion_bench_crossmean.linear_system import (
+    DoubtfulSystemError,
+    LinearSystem,
+    SingularSystemError,
+    Solution,
+    relative_residual,
+)
 from fusion_bench_crossmean.paired_statistics import GRAM_BLOCK, accumulate, bilinear_is_cheaper, float32_products
 
 FREE = {"reduce_non_diagonal_ratio": 1.0, "relative_ridge": 0.0}
@@ -295,6 +301,28 @@ def test_few_tokens_give_a_finite_weight_and_say_so(caplog: pytest.LogCaptureFix
     assert ours.ridge == pytest.approx(1e-4 * float(left.square().sum()) / 16)
     assert ours.relative_residual < SAME
     assert "'block.fc1': 3 calibration tokens for 16 input features (rank 3)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "inputs", "message"),
+    [
+        ({}, torch.randn(3, 16), "3 calibration tokens for 16 input features"),
+        (
+            {"reduce_non_diagonal_ratio": 1.0, "relative_ridge": 1e-18},
+            torch.randn(60, 1).expand(60, 16),
+            "is not positive definite at relative_ridge=1e-18, trying 1e-17",
+        ),
+    ],
+)
+def test_strict_makes_errors_of_warnings(settings: dict[str, float], inputs: Tensor, message: str) -> None:
+    weight = torch.randn(5, 16)
+    lenient, strict = (LinearSystem(**settings, strict=strict, name="block.fc1") for strict in (False, True))
+    for system in (lenient, strict):
+        system.add_task([(inputs.contiguous(), inputs.contiguous())], weight)
+    assert message in lenient.solve(weight).warnings[0]
+    assert len(lenient.solve(weight).warnings) == len(lenient.warnings), "of the last solution only"
+    with pytest.raises(DoubtfulSystemError, match=f"'block.fc1': .*{message}.*strict=true"):
+        strict.solve(weight)
 
 
 def test_enough_tokens_give_no_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -25,9 +25,16 @@ N = 24
 METHODS = (CrossMeanAlgorithm, CrossStatisticAlgorithm, ProgressiveRegMeanAlgorithm, RegMeanAlgorithm)
 INPUT_SETTINGS = {"coverage", "num_calibration_samples", "calibration_data", "seed", "batch_size", "num_workers"}
 INPUT_SETTINGS |= {"token_dropout"}
-SHARED = INPUT_SETTINGS | {"precision", "schedule", "activation_store", "max_memory_gib", "report_path"}
+SHARED = INPUT_SETTINGS | {
+    "precision",
+    "schedule",
+    "activation_store",
+    "max_memory_gib",
+    "preflight_only",
+    "report_path",
+}
 MERGING = SHARED | {"reduce_non_diagonal_ratio", "relative_ridge", "task_weighting", "task_weights", "dtype"}
-MERGING |= {"checkpoint_dir"}
+MERGING |= {"checkpoint_dir", "strict"}
 
 
 def merge(method: type, experts: Any, inputs: Any, **settings: Any) -> dict[str, Tensor]:

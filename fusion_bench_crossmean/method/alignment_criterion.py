@@ -12,7 +12,8 @@ from torch import nn
 
 from fusion_bench_crossmean.criterion import Criterion, advice, measure
 from fusion_bench_crossmean.method.calibrated import CalibratedAlgorithm
-from fusion_bench_crossmean.method.material import as_pool, indices_of
+from fusion_bench_crossmean.method.material import as_pool, hashes_of, indices_of
+from fusion_bench_crossmean.method.settings import check_flag
 from fusion_bench_crossmean.plots import plot_alignment
 from fusion_bench_crossmean.report import mean, table, write_json
 
@@ -38,8 +39,7 @@ class AlignmentCriterionAnalyzer(CalibratedAlgorithm):
 
     def __init__(self, *, return_averaged_model: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        if not isinstance(return_averaged_model, bool):
-            raise ValueError(f"return_averaged_model must be true or false, not {return_averaged_model!r}.")
+        check_flag("return_averaged_model", return_averaged_model)
 
     def run(  # pyright: ignore[reportIncompatibleMethodOverride]  (FusionBench's returns nothing)
         self, modelpool: BaseModelPool | Mapping[str, nn.Module], calibration: Mapping[str, Any] | None = None
@@ -54,6 +54,9 @@ class AlignmentCriterionAnalyzer(CalibratedAlgorithm):
         with self.computing(), self.prepared(pool, calibration) as material:
             networks = self.networks(material, (0.0, 1.0))
             with self.walking(material, networks) as walker, self.profile("statistics"):
+                if self.preflight_only:
+                    self.preflight(material, networks, walker, hashes_of(material, self.progress), {})
+                    return None
                 criterion = measure(self.walked(walker))
             common = self.common_report(material, walker, walker.seconds + walker.replay_seconds)
             self.report = as_record(criterion) | common | indices_of(material)

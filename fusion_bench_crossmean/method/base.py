@@ -21,9 +21,10 @@ from fusion_bench_crossmean.fingerprint import hash_tensors
 from fusion_bench_crossmean.linear_system import LinearSystem, Solution
 from fusion_bench_crossmean.method.calibrated import CalibratedAlgorithm
 from fusion_bench_crossmean.method.material import Material, as_pool, hashes_of, indices_of
-from fusion_bench_crossmean.method.settings import check_choice, check_number
+from fusion_bench_crossmean.method.settings import check_choice, check_flag, check_number
 from fusion_bench_crossmean.networks import Networks
 from fusion_bench_crossmean.paired_statistics import InputPair
+from fusion_bench_crossmean.preflight import covered_bytes, duplicates, model_bytes
 from fusion_bench_crossmean.report import environment, mean, table, write_json
 from fusion_bench_crossmean.walker import Inputs, Walker
 from fusion_bench_crossmean.weights import tensors_of
@@ -32,7 +33,7 @@ from fusion_bench_crossmean.workspace import Workspace
 log = logging.getLogger(__name__)
 
 #: Settings that no bit of the result depends on.
-WITHOUT_EFFECT = ("report_path", "checkpoint_dir", "num_workers", "max_memory_gib")
+WITHOUT_EFFECT = ("report_path", "checkpoint_dir", "strict", "preflight_only", "num_workers", "max_memory_gib")
 
 
 @auto_register_config
@@ -45,6 +46,7 @@ class LayerwiseMerge(CalibratedAlgorithm):
         task_weighting: `sum` adds the tasks' sums over tokens, `mean` their means.
         task_weights: task -> factor of its statistics; tasks left out have 1.
         dtype: of the merged model, e.g. `float32`. None: the pretrained model's, without one the experts' common one.
+        strict: makes errors of numerical warnings: fewer tokens than features, a ridge that has to grow, a residual.
         checkpoint_dir: folder where every solved layer group is kept until the merge is done; a run that was killed
             goes on there, to the same model bit for bit (on a CPU). None: nothing is kept.
         kwargs: see `CalibratedAlgorithm`.
@@ -57,6 +59,7 @@ class LayerwiseMerge(CalibratedAlgorithm):
     reduce_non_diagonal_ratio: float
     relative_ridge: float
     task_weighting: Literal["sum", "mean"]
+    strict: bool
     checkpoint_dir: str | None
 
     def __init__(
@@ -67,6 +70,7 @@ class LayerwiseMerge(CalibratedAlgorithm):
         task_weighting: Literal["sum", "mean"] = "sum",
         task_weights: Mapping[str, float] | None = None,
         dtype: str | None = None,
+        strict: bool = False,
         checkpoint_dir: str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -74,6 +78,7 @@ class LayerwiseMerge(CalibratedAlgorithm):
         check_number("reduce_non_diagonal_ratio", reduce_non_diagonal_ratio, 0, 1)
         check_number("relative_ridge", relative_ridge, 0)
         check_choice("task_weighting", task_weighting, ("sum", "mean"))
+        check_flag("strict", strict)
         self.task_weights = dict(task_weights or {})
         for task, weight in self.task_weights.items():
             check_number(f"task_weights.{task}", weight, 0)
@@ -93,7 +98,7 @@ class LayerwiseMerge(CalibratedAlgorithm):
 
     def linear_system(self, **options: Any) -> LinearSystem:
         """The empty system of one layer group, with this method's settings."""
-        settings = {"task_weighting": self.task_weighting, **options}
+        settings = {"task_weighting": self.task_weighting, "strict": self.strict, **options}
         return self.system(self.reduce_non_diagonal_ratio, self.relative_ridge, **settings)
 
     def prepare(self, material: Material, networks: Networks) -> None:
@@ -105,7 +110,7 @@ class LayerwiseMerge(CalibratedAlgorithm):
 
     def run(  # pyright: ignore[reportIncompatibleMethodOverride]  (FusionBench's returns nothing)
         self, modelpool: BaseModelPool | Mapping[str, nn.Module], calibration: Mapping[str, Any] | None = None
-    ) -> nn.Module:
+    ) -> nn.Module | None:
         """Merges the experts of a pool.
 
         Args:
@@ -113,7 +118,7 @@ class LayerwiseMerge(CalibratedAlgorithm):
             calibration: task -> inputs (tensor, dict of tensors, dataset, DataLoader); None takes the pool's own.
 
         Returns:
-            The merged model, a new module.
+            The merged model, a new module; None after a preflight.
 
         Raises:
             ValueError, TypeError, OSError: the pool, the settings or an output do not fit, before any forward.
@@ -133,6 +138,9 @@ class LayerwiseMerge(CalibratedAlgorithm):
                 networks = self.networks(material, self.network_points)
             self.prepare(material, networks)
             with self.walking(material, networks, checkpoint.settle) as walker:
+                if self.preflight_only:
+                    self.preflight(material, networks, walker, hashes, self._disk_use(material, walker))
+                    return None
                 layers = self._merge(walker, networks, material, checkpoint)
             experts = material.experts
             merged = networks.finish(
@@ -185,13 +193,26 @@ class LayerwiseMerge(CalibratedAlgorithm):
         self, material: Material, walker: Walker, layers: list[dict[str, Any]], hashes: Mapping[str, Any]
     ) -> None:
         common = self.common_report(material, walker, walker.replay_seconds)
-        self.report = common | {"hashes": hashes, "layers": layers} | indices_of(material)
+        doubts = [f"{layer['name']}: {text}" for layer in layers for text in layer["warnings"]]
+        warnings = {"warnings": duplicates(hashes["experts"]) + doubts}
+        self.report = common | warnings | {"hashes": hashes, "layers": layers} | indices_of(material)
         if self._is_rank_zero():
             seconds = self.report["seconds"]
             log.info("%s merged %d experts:\n%s", type(self).__name__, len(material.tasks), summary(layers))
             log.info("Seconds: %s", ", ".join(f"{stage} {time:.1f}" for stage, time in seconds.items()))
             if (path := self.output_path()) is not None:
                 write_json(path, self.report)
+
+    def _disk_use(self, material: Material, walker: Walker) -> dict[Path, int]:
+        """Folder -> bytes that are going to be written there."""
+        template, saved = tensors_of(material.experts.template), getattr(self._program, "merged_model_save_path", None)
+        found = {}
+        if self.checkpoint_dir:
+            found[Path(self.checkpoint_dir)] = covered_bytes(walker.course.groups, template)
+        if saved is not None:
+            dtype = getattr(torch, self.dtype) if self.dtype else material.experts.template_dtype or torch.float32
+            found[Path(saved.format(log_dir=self.log_dir)).parent] = model_bytes(template, dtype)
+        return found
 
     def _identity(self, material: Material, hashes: Mapping[str, Any]) -> dict[str, Any]:
         """All that the result depends on, to the last bit, besides the number of threads and the schedule."""
@@ -233,6 +254,7 @@ def layer_record(group: LayerGroup, records: Mapping[str, TaskRecord], solution:
         "ridge": solution.ridge,
         "relative_ridge": solution.relative_ridge,
         "relative_residual": solution.relative_residual,
+        "warnings": solution.warnings,
         "alignment": {task: record.alignment for task, record in records.items()},
         "prefix_drift": {task: record.drift for task, record in records.items()},
     }

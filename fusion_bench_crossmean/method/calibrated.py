@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from fusion_bench import BaseAlgorithm, RuntimeConstants, auto_register_config
-from fusion_bench.mixins import LightningFabricMixin, SimpleProfilerMixin
 from fusion_bench.modelpool import BaseModelPool
-from lightning import Fabric
-from tqdm.auto import tqdm
 
 from fusion_bench_crossmean.calibration import load_calibration, open_datasets, source_for
-from fusion_bench_crossmean.course import Course
 from fusion_bench_crossmean.coverage import Coverage, covered_layers
-from fusion_bench_crossmean.expert_checks import NO_EXPERTS, activation_of
+from fusion_bench_crossmean.expert_checks import NO_EXPERTS
 from fusion_bench_crossmean.expert_loading import load_experts
 from fusion_bench_crossmean.memory import memory_of
 from fusion_bench_crossmean.method.material import Material
 from fusion_bench_crossmean.method.outputs import check_outputs, report_path
-from fusion_bench_crossmean.method.settings import check_choice, check_integer, check_number
-from fusion_bench_crossmean.networks import Networks
-from fusion_bench_crossmean.paired_statistics import float32_products
-from fusion_bench_crossmean.report import environment, peak_memory
-from fusion_bench_crossmean.schedule import Need, Schedule, choose_schedule
-from fusion_bench_crossmean.walker import Walker
-from fusion_bench_crossmean.weights import tensors_of
+from fusion_bench_crossmean.method.running import Running
+from fusion_bench_crossmean.method.settings import check_choice, check_flag, check_integer, check_number
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +33,7 @@ BOOKKEEPING = ("_usage_", "_version_", "_recursive_")
 
 
 @auto_register_config
-class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorithm):
+class CalibratedAlgorithm(Running, BaseAlgorithm):
     """Base of the merges and the analyzer: shared settings, experts and calibration inputs.
 
     Args:
@@ -64,6 +54,7 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
             `auto` as memory demands. One that is named asks for `replay`.
         max_memory_gib: budget for this process on the device, in GiB, with all that is loaded; None: most of what is
             free, and nothing is refused.
+        preflight_only: check everything, run one batch, and say what the run would take, without doing it.
         report_path: where the JSON report goes; ``{log_dir}`` is FusionBench's log folder. None: into that folder,
             or nowhere where there is none (then `report` holds it).
 
@@ -88,6 +79,7 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
     schedule: Literal["auto", "paused", "replay"]
     activation_store: Literal["auto", "device", "cpu", "disk"]
     max_memory_gib: float | None
+    preflight_only: bool
     report_path: str | None
 
     def __init__(
@@ -104,6 +96,7 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
         schedule: Literal["auto", "paused", "replay"] = "auto",
         activation_store: Literal["auto", "device", "cpu", "disk"] = "auto",
         max_memory_gib: float | None = None,
+        preflight_only: bool = False,
         report_path: str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -132,6 +125,7 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
             )
         if max_memory_gib is not None:
             check_number("max_memory_gib", max_memory_gib, 0)
+        check_flag("preflight_only", preflight_only)
         #: The last run's report, as written.
         self.report: dict[str, Any] = {}
 
@@ -182,119 +176,20 @@ class CalibratedAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorit
                 drawn = load_calibration(
                     source,
                     datasets,
-                    num_samples=count,
+                    num_samples=min(count, self.batch_size) if self.preflight_only else count,
                     seed=self.seed,
                     batch_size=self.batch_size,
                     num_workers=self.num_workers,
                     token_dropout=self.token_dropout,
                     progress=self.progress,
                 )
-            yield Material.checked(experts, layers, drawn)
+            yield Material.checked(experts, layers, drawn, count)
 
     def _experts_fit(self, size: int) -> bool:
         """Whether so many bytes of experts may stay in memory: in half of what is free, the rest is to work in."""
         budget = self.max_memory_gib if self.device.type == "cpu" else None
         return size <= memory_of(torch.device("cpu"), budget).free / 2
 
-    @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
-        """No gradients, no autocast, no inference mode, products of the set precision; all as before afterwards."""
-        autocast_off = torch.autocast(self.device.type, enabled=False)
-        products = float32_products("medium" if self.precision == "mixed" else "highest")
-        with torch.inference_mode(mode=False), torch.no_grad(), autocast_off, products:
-            yield
-
-    def networks(self, material: Material, path_points: Sequence[float]) -> Networks:
-        """The networks of a run, of which those at `path_points` are going to run."""
-        experts = material.experts
-        return Networks(
-            experts.weights,
-            path_points,
-            experts.template,
-            self.device,
-            dtype=experts.dtype or torch.float32,
-            forward_dtype=torch.bfloat16 if self.precision == "mixed" else None,
-        )
-
-    @contextlib.contextmanager
-    def walking(
-        self,
-        material: Material,
-        networks: Networks,
-        settle: Callable[[Callable[[], Schedule]], Schedule] = lambda choose: choose(),
-    ) -> Iterator[Walker]:
-        """A walker over `networks` with the schedule that the settings ask for and memory allows.
-
-        `settle` has the last word: it is given how to choose, and returns the schedule to take.
-        """
-        calibration = material.calibration.on(self.device, networks.forward_dtype)
-
-        def choose(course: Course) -> Schedule:
-            num_inputs = sum(batch.size for batches in calibration.values() for batch in batches)
-            fitting = functools.partial(
-                choose_schedule,
-                Need.of(course, num_inputs, len(networks.path_points), tensors_of(material.experts.template)),
-                memory_of(self.device, self.max_memory_gib),
-                kind=self.schedule,
-                store=self.activation_store,
-                on_host=self.device.type == "cpu",
-                is_budget=self.max_memory_gib is not None,
-            )
-            return settle(fitting)
-
-        with networks, Walker(networks, calibration, material.layers, choose) as walker:
-            yield walker
-
-    @property
-    def device(self) -> torch.device:
-        """Where the run computes: Fabric's device."""
-        if self._fabric_instance is None:  # plain Python, no FusionBench program around
-            self._fabric_instance = Fabric(devices=1)
-        return self._fabric_instance.device
-
-    def progress(self, items: Any, stage: str) -> Any:
-        """`items` with a progress bar, on rank zero only."""
-        return tqdm(items, desc=stage, dynamic_ncols=True, leave=False, disable=not self._is_rank_zero())
-
-    def walked(self, walker: Walker) -> Iterator[Any]:
-        """The walk with its one progress bar, its forwards timed."""
-        steps = iter(walker)
-        with tqdm(total=len(walker), dynamic_ncols=True, disable=not self._is_rank_zero()) as bar:
-            while True:
-                bar.set_description(f"{type(self).__name__}: forwards")
-                step = next(steps, None)
-                if step is None:
-                    return
-                bar.set_description(f"{type(self).__name__}: {step[0].name}")
-                yield step
-                bar.update()
-
-    def common_report(self, material: Material, walker: Walker, forwards_within: float) -> dict[str, Any]:
-        """The part of a report that every algorithm shares.
-
-        Args:
-            material: what was worked on.
-            walker: that has ended.
-            forwards_within: seconds of its forwards that lie within those profiled as `statistics`.
-        """
-        seconds: dict[str, float] = {stage: sum(times) for stage, times in self.profiler.recorded_durations.items()}
-        seconds["statistics"] = seconds.get("statistics", 0.0) - forwards_within
-        return {
-            "method": type(self).__name__,
-            "settings": self.settings(),
-            "versions": environment(),
-            "tasks": material.tasks,
-            "activation": activation_of(material.experts.template),
-            "num_covered_layers": len(material.layers),
-            "num_inputs_used": {task: len(drawn) for task, drawn in material.calibration.indices.items()},
-            "seconds": seconds | {"forwards": walker.seconds + walker.replay_seconds},
-            "schedule": {"kind": walker.schedule.kind, "activation_store": walker.schedule.store},
-            "peak_memory": peak_memory(),
-        }
-
     def output_path(self) -> Path | None:
         """Where the report goes; None: nowhere."""
         return report_path(self.report_path, self.log_dir, self.report_name)
-
-    def _is_rank_zero(self) -> bool:
-        return self._fabric_instance is None or self._fabric_instance.is_global_zero

@@ -10,9 +10,13 @@ from fusion_bench.modelpool import BaseModelPool
 from torch import nn
 
 from fusion_bench_crossmean.calibration import Calibration
+from fusion_bench_crossmean.course import Course
 from fusion_bench_crossmean.expert_loading import Experts
 from fusion_bench_crossmean.fingerprint import hash_batches, hash_tensors
+from fusion_bench_crossmean.preflight import bytes_of
+from fusion_bench_crossmean.schedule import Need
 from fusion_bench_crossmean.text.encoders import check_token_ids
+from fusion_bench_crossmean.weights import tensors_of
 
 
 @dataclass(frozen=True)
@@ -23,14 +27,16 @@ class Material:
         experts: the experts' tensors, and the template of the merged model.
         layers: names of the covered layers.
         calibration: the drawn inputs.
+        num_samples: how many inputs per task the run is about; more than are drawn before a preflight.
     """
 
     experts: Experts
     layers: list[str]
     calibration: Calibration
+    num_samples: int
 
     @classmethod
-    def checked(cls, experts: Experts, layers: list[str], calibration: Calibration) -> Material:
+    def checked(cls, experts: Experts, layers: list[str], calibration: Calibration, num_samples: int) -> Material:
         """Once it is sure that the experts can read the inputs.
 
         Raises:
@@ -39,12 +45,28 @@ class Material:
         for task, batches in calibration.batches.items():
             for batch in batches:
                 check_token_ids(experts.template, batch.kwargs, f"The calibration inputs of task {task!r}")
-        return cls(experts, layers, calibration)
+        return cls(experts, layers, calibration, num_samples)
 
     @property
     def tasks(self) -> list[str]:
         """The experts' names."""
         return list(self.experts.weights)
+
+    @property
+    def num_inputs(self) -> int:
+        """Of all tasks."""
+        return self.num_samples * len(self.tasks)
+
+    def need(self, course: Course, num_points: int) -> Need:
+        """What a walk over all inputs needs, with so many path points."""
+        return Need.of(course, self.num_inputs, num_points, tensors_of(self.experts.template))
+
+    @property
+    def missing_bytes(self) -> int:
+        """What the inputs that are not drawn will take."""
+        batches = [batch for drawn in self.calibration.batches.values() for batch in drawn]
+        there = sum(batch.size for batch in batches)
+        return int(bytes_of(batches) * (self.num_inputs - there) / there)
 
 
 def as_pool(modelpool: BaseModelPool | Mapping[str, nn.Module]) -> BaseModelPool:

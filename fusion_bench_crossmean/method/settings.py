@@ -23,3 +23,9 @@ def check_number(name: str, value: Any, low: float, high: float = math.inf) -> N
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
         limits = f"in [{low:g}, {high:g}]" if math.isfinite(high) else f"of at least {low:g}"
         raise ValueError(f"{name} must be a number {limits}, not {value!r}.")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raises `ValueError` unless `value` is true or false."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, not {value!r}.")
