@@ -208,10 +208,10 @@ class LayerwiseMerge(CalibratedAlgorithm):
         template, saved = tensors_of(material.experts.template), getattr(self._program, "merged_model_save_path", None)
         found = {}
         if self.checkpoint_dir:
-            found[Path(self.checkpoint_dir)] = covered_bytes(walker.course.groups, template)
+            found[Path(self.checkpoint_dir).absolute()] = covered_bytes(walker.course.groups, template)
         if saved is not None:
             dtype = getattr(torch, self.dtype) if self.dtype else material.experts.template_dtype or torch.float32
-            found[Path(saved.format(log_dir=self.log_dir)).parent] = model_bytes(template, dtype)
+            found[Path(saved.format(log_dir=self.log_dir)).absolute().parent] = model_bytes(template, dtype)
         return found
 
     def _identity(self, material: Material, hashes: Mapping[str, Any]) -> dict[str, Any]:
