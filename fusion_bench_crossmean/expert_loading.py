@@ -65,7 +65,7 @@ def load_experts(
         progress: wraps the tasks; called with them and a description.
 
     Raises:
-        TypeError, ValueError: an expert that is none, or does not fit the others; see `check_expert`.
+        TypeError, ValueError: experts that are none, or do not fit the others (see `check_expert`), all of them.
     """
     tasks = modelpool.model_names
     weights: dict[str, Weights] = {}
@@ -82,9 +82,15 @@ def load_experts(
             stored = StoredWeights.write(new_file(), tensors)
         return tensors if stored is None else stored
 
+    offenders: list[Exception] = []
     for task in progress(tasks, "loading experts"):
         expert = encoder_of(modelpool.load_model(task))
-        check_expert(task, expert, reference)
+        try:
+            check_expert(task, expert, reference)
+        except (TypeError, ValueError) as error:  # the others may have something wrong with them too
+            offenders.append(error)
+            del expert
+            continue
         if reference is None:
             reference = task, without_values(expert)
             size = (len(tasks) + keep_pretrained) * size_of(tensors_of(expert))
@@ -92,6 +98,10 @@ def load_experts(
         dtypes |= parameter_dtypes(expert)
         weights[task] = kept(expert)
         del expert
+    if len(offenders) == 1:
+        raise offenders[0]
+    if offenders:
+        raise ValueError(f"{len(offenders)} of {len(tasks)} experts: " + " ".join(map(str, offenders)))
     assert reference is not None
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     if not modelpool.has_pretrained:

@@ -236,6 +236,16 @@ def test_a_pretrained_model_of_another_shape_is_refused(refused: Any) -> None:
     refused(experts, vectors(), ValueError, r"'mlp\.0\.weight' is \(6, 6\) in 'digits' and \(8, 8\) in '_pretrained_'")
 
 
+def test_all_experts_that_do_not_fit_are_named_at_once() -> None:
+    experts, inputs = pico_experts(4), pico_calibration(TASKS[:4])
+    with torch.no_grad():
+        next(experts["letters"].parameters())[0] = float("nan")
+    experts["icons"] = pico_clip("quick_gelu")
+    match = r"2 of 4 experts: Expert 'letters' has NaN or infinity.* hidden_act is 'gelu' in 'digits' and .* in 'icons'"
+    with pytest.raises(ValueError, match=match):
+        CrossMeanAlgorithm(num_calibration_samples=N).run(experts, inputs)
+
+
 def test_unfolded_adapters_are_refused() -> None:
     experts, inputs = pico_experts(), pico_calibration()
     config = peft.LoraConfig(target_modules=["q_proj"], r=2)

@@ -6,6 +6,7 @@ from fusion_bench_crossmean.calibration.load import (
     Calibration,
     CalibrationSource,
     load_calibration,
+    load_probes,
     open_datasets,
     source_for,
 )
@@ -16,6 +17,7 @@ __all__ = [
     "CalibrationSource",
     "draw_indices",
     "load_calibration",
+    "load_probes",
     "open_datasets",
     "source_for",
 ]

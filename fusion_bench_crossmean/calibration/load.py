@@ -18,6 +18,9 @@ from fusion_bench_crossmean.calibration.files import FilesSource, WrappingSource
 from fusion_bench_crossmean.calibration.plain import PlainSource
 from fusion_bench_crossmean.calibration.text import TextPoolSource
 
+#: Inputs per task that are looked at before and after everything else.
+NUM_PROBES = 4
+
 
 class CalibrationSource(Protocol):
     """Where calibration inputs come from: one class per pool family."""
@@ -146,6 +149,22 @@ def load_calibration(
             dropout_seeds = tuple(seeds[start : start + batch_size])
             batches[task].append(replace(batch, token_dropout=token_dropout, dropout_seeds=dropout_seeds))
     return Calibration(batches, indices)
+
+
+def load_probes(
+    source: CalibrationSource, datasets: Mapping[str, Any], *, num_samples: int, seed: int
+) -> dict[str, Batch]:
+    """Task -> the first of its calibration inputs, a few, as one batch: shows early whether they can be read at all.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    probes = {}
+    for task, data in datasets.items():
+        indices = draw_indices(task, len(data), num_samples, seed)[:NUM_PROBES]
+        (probes[task],) = told((source.collate([data[index] for index in chosen]) for chosen in [indices]), task)
+        check_finite(probes[task], task)
+    return probes
 
 
 def told(loader: Iterable[Batch], task: str) -> Iterator[Batch]:

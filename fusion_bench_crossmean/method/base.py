@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,24 +15,30 @@ from torch import Tensor, nn
 
 from fusion_bench_crossmean.checkpoint import Checkpoint
 from fusion_bench_crossmean.coverage import LayerGroup
-from fusion_bench_crossmean.expert_checks import activation_of
 from fusion_bench_crossmean.fingerprint import hash_tensors
-from fusion_bench_crossmean.linear_system import LinearSystem, Solution
+from fusion_bench_crossmean.linear_system import LinearSystem
 from fusion_bench_crossmean.method.calibrated import CalibratedAlgorithm
 from fusion_bench_crossmean.method.material import Material, as_pool, hashes_of, indices_of
+from fusion_bench_crossmean.method.outputs import saved_at
+from fusion_bench_crossmean.method.records import (
+    TaskRecord,
+    disk_use,
+    identity_of,
+    layer_record,
+    summary,
+    warnings_of,
+)
 from fusion_bench_crossmean.method.settings import check_choice, check_flag, check_number
 from fusion_bench_crossmean.networks import Networks
 from fusion_bench_crossmean.paired_statistics import InputPair
-from fusion_bench_crossmean.preflight import covered_bytes, duplicates, model_bytes
-from fusion_bench_crossmean.report import environment, mean, table, write_json
-from fusion_bench_crossmean.walker import Inputs, Walker
+from fusion_bench_crossmean.preflight import duplicates
+from fusion_bench_crossmean.report import write_json
+from fusion_bench_crossmean.self_check import SelfCheck
+from fusion_bench_crossmean.walker import BatchInputs, Inputs, Walker
 from fusion_bench_crossmean.weights import tensors_of
 from fusion_bench_crossmean.workspace import Workspace
 
 log = logging.getLogger(__name__)
-
-#: Settings that no bit of the result depends on.
-WITHOUT_EFFECT = ("report_path", "checkpoint_dir", "strict", "preflight_only", "num_workers", "max_memory_gib")
 
 
 @auto_register_config
@@ -133,20 +138,26 @@ class LayerwiseMerge(CalibratedAlgorithm):
         with Checkpoint(folder) as checkpoint, self.computing(), self.prepared(pool, calibration) as material:
             with self.profile("hashes"):
                 hashes = hashes_of(material, self.progress)
-            checkpoint.begin(self._identity(material, hashes))
+            checkpoint.begin(identity_of(type(self).__name__, self.settings(), self.device, material, hashes))
             with self.profile("average"):
                 networks = self.networks(material, self.network_points)
             self.prepare(material, networks)
             with self.walking(material, networks, checkpoint.settle) as walker:
                 if self.preflight_only:
-                    self.preflight(material, networks, walker, hashes, self._disk_use(material, walker))
+                    saved = saved_at(getattr(self._program, "merged_model_save_path", None), self.log_dir)
+                    disk = disk_use(material, walker, self.checkpoint_dir, saved, self._merged_dtype(material))
+                    self.preflight(material, networks, walker, hashes, disk)
                     return None
+                with self.profile("self-check"):
+                    check = SelfCheck(networks, material.probes)
                 layers = self._merge(walker, networks, material, checkpoint)
-            experts = material.experts
-            merged = networks.finish(
-                getattr(torch, self.dtype) if self.dtype else experts.template_dtype or torch.float32
-            )
-            self._report(material, walker, layers, hashes | {"merged": hash_tensors(tensors_of(merged))})
+                with self.profile("self-check"):
+                    checked, complaints = check.finish(strict=self.strict)
+            merged = networks.finish(self._merged_dtype(material))
+            warnings = [*duplicates(hashes["experts"]), *warnings_of(layers), *complaints]
+            extra = {"warnings": warnings, "self_check": checked, "hashes": hashes}
+            extra["hashes"] |= {"merged": hash_tensors(tensors_of(merged))}
+            self._report(material, walker, layers, extra)
         return merged
 
     def _merge(
@@ -163,39 +174,45 @@ class LayerwiseMerge(CalibratedAlgorithm):
                 layers.append(record)
                 continue
             system = self.linear_system(name=group.name, workspace=workspace)
-            origin = self.origin(material, networks, group)
-            records = {}
-            with self.profile("statistics"):
-                for task in networks.experts:
-                    pairs = (self.input_pair(batch) for batch in inputs[task])
-                    weight = networks.expert_weight(task, group)
-                    target = weight if origin is None else weight.to(origin) - origin
-                    factor = self.task_weights.get(task, 1.0)
-                    sums = system.add_task(pairs, target, factor, task, num_batches=len(inputs[task]))
-                    records[task] = TaskRecord(sums.rows, sums.alignment(), sums.drift())
-            with self.profile("solve"):
-                if origin is None:
-                    solution = system.solve(fallback=networks.merged_weight(group))
-                    networks.write(group, solution.weight)
-                else:
-                    solution = system.solve(fallback=torch.zeros_like(origin))
-                    networks.write(group, origin + solution.weight)
-            layers.append(layer_record(group, records, solution))
+            layers.append(self._solve(group, inputs, system, networks, self.origin(material, networks, group)))
             checkpoint.store(index, networks.merged_weight(group), layers[-1], system.sums())
         return layers
+
+    def _solve(
+        self,
+        group: LayerGroup,
+        inputs: Mapping[str, BatchInputs],
+        system: LinearSystem,
+        networks: Networks,
+        origin: Tensor | None,
+    ) -> dict[str, Any]:
+        """Solves one group and writes its weight; returns its row in the report."""
+        records = {}
+        with self.profile("statistics"):
+            for task in networks.experts:
+                pairs = (self.input_pair(batch) for batch in inputs[task])
+                weight = networks.expert_weight(task, group)
+                target = weight if origin is None else weight.to(origin) - origin
+                factor = self.task_weights.get(task, 1.0)
+                sums = system.add_task(pairs, target, factor, task, num_batches=len(inputs[task]))
+                records[task] = TaskRecord(sums.rows, sums.alignment(), sums.drift())
+        with self.profile("solve"):
+            if origin is None:
+                solution = system.solve(fallback=networks.merged_weight(group))
+                networks.write(group, solution.weight)
+            else:
+                solution = system.solve(fallback=torch.zeros_like(origin))
+                networks.write(group, origin + solution.weight)
+        return layer_record(group, records, solution)
 
     def _stored(
         self, checkpoint: Checkpoint, networks: Networks, index: int, group: LayerGroup
     ) -> tuple[Tensor, dict[str, Any]] | None:
         return checkpoint.load(index, group.name, like=networks.merged_weight(group))
 
-    def _report(
-        self, material: Material, walker: Walker, layers: list[dict[str, Any]], hashes: Mapping[str, Any]
-    ) -> None:
+    def _report(self, material: Material, walker: Walker, layers: list[dict[str, Any]], extra: dict[str, Any]) -> None:
         common = self.common_report(material, walker, walker.replay_seconds)
-        doubts = [f"{layer['name']}: {text}" for layer in layers for text in layer["warnings"]]
-        warnings = {"warnings": duplicates(hashes["experts"]) + doubts}
-        self.report = common | warnings | {"hashes": hashes, "layers": layers} | indices_of(material)
+        self.report = common | extra | {"layers": layers} | indices_of(material)
         if self._is_rank_zero():
             seconds = self.report["seconds"]
             log.info("%s merged %d experts:\n%s", type(self).__name__, len(material.tasks), summary(layers))
@@ -203,77 +220,11 @@ class LayerwiseMerge(CalibratedAlgorithm):
             if (path := self.output_path()) is not None:
                 write_json(path, self.report)
 
-    def _disk_use(self, material: Material, walker: Walker) -> dict[Path, int]:
-        """Folder -> bytes that are going to be written there."""
-        template, saved = tensors_of(material.experts.template), getattr(self._program, "merged_model_save_path", None)
-        found = {}
-        if self.checkpoint_dir:
-            found[Path(self.checkpoint_dir).absolute()] = covered_bytes(walker.course.groups, template)
-        if saved is not None:
-            dtype = getattr(torch, self.dtype) if self.dtype else material.experts.template_dtype or torch.float32
-            found[Path(saved.format(log_dir=self.log_dir)).absolute().parent] = model_bytes(template, dtype)
-        return found
-
-    def _identity(self, material: Material, hashes: Mapping[str, Any]) -> dict[str, Any]:
-        """All that the result depends on, to the last bit, besides the number of threads and the schedule."""
-        return {
-            "method": type(self).__name__,
-            "settings": {key: value for key, value in self.settings().items() if key not in WITHOUT_EFFECT},
-            "versions": environment(),
-            "device": [str(self.device), torch.backends.cpu.get_cpu_capability()],
-            "activation": activation_of(material.experts.template),
-            **hashes,
-        }
+    def _merged_dtype(self, material: Material) -> torch.dtype:
+        return getattr(torch, self.dtype) if self.dtype else material.experts.template_dtype or torch.float32
 
     def _check_task_weights(self, tasks: list[str]) -> None:
         if unknown := [task for task in self.task_weights if task not in tasks]:
             raise ValueError(f"task_weights names {unknown}, the pool has {tasks}.")
         if tasks and not any(self.task_weights.get(task, 1.0) > 0 for task in tasks):
             raise ValueError("task_weights are zero for every task: there is nothing to merge.")
-
-
-@dataclass(frozen=True)
-class TaskRecord:
-    """What the report keeps of one task's statistics; see `PairedStatistics`."""
-
-    rows: int
-    alignment: float
-    drift: float
-
-
-def layer_record(group: LayerGroup, records: Mapping[str, TaskRecord], solution: Solution) -> dict[str, Any]:
-    """One layer group in the report; `alignment` is that of the statistics the system was built from."""
-    return {
-        "layers": list(group.names),
-        "name": group.name,
-        "tokens": sum(record.rows for record in records.values()),
-        "features": solution.features,
-        "rank": solution.rank,
-        "relative_pivot": solution.relative_pivot,
-        "dead_features": solution.dead_features,
-        "ridge": solution.ridge,
-        "relative_ridge": solution.relative_ridge,
-        "relative_residual": solution.relative_residual,
-        "warnings": solution.warnings,
-        "alignment": {task: record.alignment for task, record in records.items()},
-        "prefix_drift": {task: record.drift for task, record in records.items()},
-    }
-
-
-def summary(layers: list[dict[str, Any]]) -> str:
-    """A short table of the solved layers."""
-    header = ["layer", "features", "rank", "dead", "ridge", "residual", "alignment", "drift"]
-    rows = [
-        [
-            layer["name"],
-            layer["features"],
-            layer["rank"],
-            len(layer["dead_features"]),
-            f"{layer['relative_ridge']:.0e}",
-            f"{layer['relative_residual']:.0e}",
-            f"{mean(list(layer['alignment'].values())):.4f}",
-            f"{mean(list(layer['prefix_drift'].values())):.4f}",
-        ]
-        for layer in layers
-    ]
-    return table(header, rows)

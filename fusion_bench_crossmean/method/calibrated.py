@@ -14,7 +14,7 @@ import torch
 from fusion_bench import BaseAlgorithm, RuntimeConstants, auto_register_config
 from fusion_bench.modelpool import BaseModelPool
 
-from fusion_bench_crossmean.calibration import load_calibration, open_datasets, source_for
+from fusion_bench_crossmean.calibration import load_calibration, load_probes, open_datasets, source_for
 from fusion_bench_crossmean.coverage import Coverage, covered_layers
 from fusion_bench_crossmean.expert_checks import NO_EXPERTS
 from fusion_bench_crossmean.expert_loading import load_experts
@@ -161,6 +161,7 @@ class CalibratedAlgorithm(Running, BaseAlgorithm):
             log.warning("fast_dev_run: %d inputs per task, whatever the settings say; the numbers mean nothing.", count)
         source = source_for(modelpool, calibration, self.calibration_data)
         datasets = open_datasets(source, tasks, count)
+        probes = load_probes(source, datasets, num_samples=count, seed=self.seed)
         with tempfile.TemporaryDirectory(prefix="crossmean-experts-") as folder:
             with self.profile("load experts"):
                 numbers = itertools.count()
@@ -183,7 +184,7 @@ class CalibratedAlgorithm(Running, BaseAlgorithm):
                     token_dropout=self.token_dropout,
                     progress=self.progress,
                 )
-            yield Material.checked(experts, layers, drawn, count)
+            yield Material.checked(experts, layers, drawn, count, probes)
 
     def _experts_fit(self, size: int) -> bool:
         """Whether so many bytes of experts may stay in memory: in half of what is free, the rest is to work in."""

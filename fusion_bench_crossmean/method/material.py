@@ -9,7 +9,7 @@ from typing import Any
 from fusion_bench.modelpool import BaseModelPool
 from torch import nn
 
-from fusion_bench_crossmean.calibration import Calibration
+from fusion_bench_crossmean.calibration import Batch, Calibration
 from fusion_bench_crossmean.course import Course
 from fusion_bench_crossmean.expert_loading import Experts
 from fusion_bench_crossmean.fingerprint import hash_batches, hash_tensors
@@ -28,15 +28,24 @@ class Material:
         layers: names of the covered layers.
         calibration: the drawn inputs.
         num_samples: how many inputs per task the run is about; more than are drawn before a preflight.
+        probes: task -> a few of the inputs.
     """
 
     experts: Experts
     layers: list[str]
     calibration: Calibration
     num_samples: int
+    probes: dict[str, Batch]
 
     @classmethod
-    def checked(cls, experts: Experts, layers: list[str], calibration: Calibration, num_samples: int) -> Material:
+    def checked(
+        cls,
+        experts: Experts,
+        layers: list[str],
+        calibration: Calibration,
+        num_samples: int,
+        probes: dict[str, Batch],
+    ) -> Material:
         """Once it is sure that the experts can read the inputs.
 
         Raises:
@@ -45,7 +54,7 @@ class Material:
         for task, batches in calibration.batches.items():
             for batch in batches:
                 check_token_ids(experts.template, batch.kwargs, f"The calibration inputs of task {task!r}")
-        return cls(experts, layers, calibration, num_samples)
+        return cls(experts, layers, calibration, num_samples, probes)
 
     @property
     def tasks(self) -> list[str]:

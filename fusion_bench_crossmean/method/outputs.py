@@ -27,10 +27,14 @@ def report_path(setting: str | None, log_dir: str | Path | None, name: str) -> P
     return None
 
 
+def saved_at(setting: str | None, log_dir: str | Path | None) -> Path | None:
+    """Where FusionBench is going to save the merged model; None: nowhere."""
+    return None if setting is None else Path(setting.format(log_dir=log_dir))
+
+
 def check_outputs(report: Path | None, saved_model: str | None, log_dir: str | Path | None) -> None:
     """Raises `OSError` where the report, or the model that FusionBench is going to save, cannot be written."""
     if report is not None:
         check_writable(report)
-    if saved_model is not None:
-        # A file or a folder, as the pool saves.
-        check_writable(Path(saved_model.format(log_dir=log_dir)).parent / "merged_model")
+    if (saved := saved_at(saved_model, log_dir)) is not None:
+        check_writable(saved.parent / "merged_model")  # a file or a folder, as the pool saves
