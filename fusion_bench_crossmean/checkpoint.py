@@ -29,6 +29,8 @@ from fusion_bench_crossmean.schedule import Schedule
 log = logging.getLogger(__name__)
 
 MANIFEST, LOCK, GROUP_FILES = "manifest.json", "lock", "group-*.safetensors"
+#: Differences from another merge that are told.
+NUM_SHOWN = 4
 #: Seconds to wait for the lock: what a killed run leaves behind (workers that load data) needs some to end.
 PATIENCE = 10.0
 
@@ -85,8 +87,9 @@ class Checkpoint:
             raise ValueError(f"{path} is damaged ({error}). Remove the folder to begin anew.") from error
         if differences := differing(there, self._identity):
             raise ValueError(
-                f"checkpoint_dir {str(self.folder)!r} holds another merge: {'; '.join(differences)}. Choose another "
-                "folder, or remove this one to begin anew."
+                f"checkpoint_dir {str(self.folder)!r} holds another merge: {'; '.join(differences[:NUM_SHOWN])}"
+                f"{' and more' if len(differences) > NUM_SHOWN else ''}. Choose another folder, or remove this one to "
+                "begin anew."
             )
         threads = torch.get_num_threads()
         if threads != self._course["threads"]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import pickle
 import sys
 import typing
 from collections.abc import Callable
@@ -103,23 +102,13 @@ def build_openclip_encoders_right() -> None:
 def load_pickled_encoders_safely() -> None:
     """FusionBench's OpenCLIP pool reads whole pickled encoders with `weights_only=True`, which always fails.
 
-    It can go once FusionBench's release reads the checkpoints that its own OpenCLIP pools name.
+    State dicts are read here too: open_clip's own names are taken, and what does not fit is said with the file. It can
+    go once FusionBench's release reads the checkpoints that its own OpenCLIP pools name.
     """
     from fusion_bench.modelpool import OpenCLIPVisionModelPool as Pool
     from omegaconf import DictConfig, OmegaConf
 
-    from fusion_bench_crossmean.openclip import encoder_from_pickle, warn_of_unknowns
-
-    def from_state_dict(entry: Any, load: Callable[[], Any]) -> Any:
-        if not isinstance(entry, dict) or "state_dict_path" not in entry:
-            return load()
-        warn_of_unknowns(str(entry.get("model_name")))
-        try:
-            return load()
-        except pickle.UnpicklingError as error:
-            raise ValueError(
-                f"{entry['state_dict_path']} holds more than a state dict: give a whole pickled encoder as pickle_path."
-            ) from error
+    from fusion_bench_crossmean.openclip import encoder_from_pickle, encoder_from_state_dict
 
     stock = Pool.load_model
     if hasattr(stock, "__wrapped__") or 'if "weights_only" in kwargs else True' not in inspect.getsource(stock):
@@ -136,8 +125,10 @@ def load_pickled_encoders_safely() -> None:
             encoder = encoder_from_pickle(entry)
         elif isinstance(entry, dict) and set(entry) == {"model_name", "pickle_path"}:
             encoder = encoder_from_pickle(entry["pickle_path"], entry["model_name"])
+        elif isinstance(entry, dict) and set(entry) == {"model_name", "state_dict_path"}:
+            encoder = encoder_from_state_dict(entry["state_dict_path"], entry["model_name"])
         else:
-            return from_state_dict(entry, lambda: stock(self, model_name_or_config, *args, **kwargs))
+            return stock(self, model_name_or_config, *args, **kwargs)
         self._train_processor = self._train_processor or encoder.train_preprocess
         self._test_processor = self._test_processor or encoder.val_preprocess
         return encoder

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import open_clip
+import torch
 from fusion_bench.models.open_clip import ImageEncoder
 from fusion_bench.models.open_clip.variables_and_paths import CACHEDIR, OPENCLIP_CACHEDIR
 from torch import Tensor, nn
@@ -119,14 +121,7 @@ def encoder_from_pickle(path: str | Path, model_name: str | None = None) -> Imag
     encoder = ImageEncoder(f"{name}__init__")
     if any(each.endswith(".QuickGELU") for each in pickled.classes):
         use_quick_gelu(encoder)
-    own = encoder.state_dict()
-    missing, unexpected = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
-    shapes = [key for key in own.keys() & weights.keys() if own[key].shape != weights[key].shape]
-    if missing or unexpected or shapes:
-        raise ValueError(
-            f"{path} is no {name}: it lacks {len(missing)} tensors {missing[:3]}, has {len(unexpected)} others "
-            f"{unexpected[:3]} and {len(shapes)} of another shape {shapes[:3]}. Check model_name."
-        )
+    check_weights(encoder, weights, path, name)
     for key, module in encoder.named_modules():
         for setting in ("num_heads", "eps"):
             there = pickled.settings.get(f"{key}.{setting}")
@@ -137,6 +132,47 @@ def encoder_from_pickle(path: str | Path, model_name: str | None = None) -> Imag
                 )
     encoder.load_state_dict(weights)
     return encoder
+
+
+def encoder_from_state_dict(path: str | Path, model_name: str) -> ImageEncoder:
+    """The encoder of an architecture with the weights stored at `path`.
+
+    Args:
+        path: of a state dict, of FusionBench's encoder (``model.visual...``) or of open_clip's whole model
+            (``visual...``), whose text tower is left out.
+        model_name: see `build_encoder`.
+
+    Raises:
+        ValueError: the file holds something else, or weights that do not fit.
+    """
+    warn_of_unknowns(model_name)
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path} holds more than a state dict: give a whole pickled encoder as pickle_path."
+        ) from error
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{path} holds a {type(content).__name__}, not a state dict.")
+    prefix = "" if any(name.startswith("model.") for name in content) else "model."
+    text = tuple(f"model.{part}." for part in TEXT_PARTS)
+    weights = {prefix + name: t for name, t in content.items() if not (prefix + name).startswith(text)}
+    encoder = ImageEncoder(model_name)
+    check_weights(encoder, weights, path, model_name)
+    encoder.load_state_dict(weights)
+    return encoder
+
+
+def check_weights(encoder: ImageEncoder, weights: Mapping[str, Any], path: str | Path, name: str) -> None:
+    """Raises `ValueError` unless the weights stored at `path` are just those of `encoder`, which is called `name`."""
+    own = encoder.state_dict()
+    missing, unexpected = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
+    shapes = [key for key in own.keys() & weights.keys() if own[key].shape != getattr(weights[key], "shape", None)]
+    if missing or unexpected or shapes:
+        raise ValueError(
+            f"{path} is no {name}: it lacks {len(missing)} tensors {missing[:3]}, has {len(unexpected)} others "
+            f"{unexpected[:3]} and {len(shapes)} of another shape {shapes[:3]}. Check model_name."
+        )
 
 
 def use_quick_gelu(encoder: nn.Module) -> None:

@@ -69,6 +69,20 @@ def test_rows_may_have_a_second_text_or_not(tmp_path: Path) -> None:
     assert [rows[i] for i in (0, 1)] == [{"text": "a cat", "text_b": None}, {"text": "a dog", "text_b": "the cat"}]
 
 
+def test_a_damaged_image_is_named(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "images")
+    damaged = folder / "0.png"
+    damaged.write_bytes(damaged.read_bytes()[:40])
+    algorithm = CrossMeanAlgorithm(num_calibration_samples=N, calibration_data={"digits": str(folder)})
+    with pytest.raises(ValueError, match=rf"of task 'digits': .*{damaged.name} cannot be read as an image"):
+        algorithm.run(pico_pool(pico_experts(), num_samples=N))
+
+
+def test_files_are_given_by_task(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"calibration_data must be task -> path, .* not 'photos'"):
+        CrossMeanAlgorithm(calibration_data="photos")  # type: ignore[arg-type]
+
+
 def test_files_and_inputs_at_once_are_refused(tmp_path: Path) -> None:
     algorithm = CrossMeanAlgorithm(calibration_data={"digits": str(tmp_path)})
     with pytest.raises(ValueError, match="Calibration inputs are given twice"):

@@ -86,7 +86,12 @@ def stop_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ids=str,
 )
 def test_a_stopped_merge_goes_on_to_the_same_bits(
-    count: int, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, solved: list[str]
+    count: int,
+    settings: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    solved: list[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     whole = run(None, **settings)
     assert len(solved) == NUM_GROUPS
@@ -95,8 +100,10 @@ def test_a_stopped_merge_goes_on_to_the_same_bits(
         with pytest.raises(Stopped):
             run(tmp_path, **settings)
     solved.clear()
-    check_same(run(tmp_path, **settings), whole)
+    with caplog.at_level(logging.INFO):
+        check_same(run(tmp_path, **settings), whole)
     assert len(solved) == NUM_GROUPS - count
+    assert f"{count} of {NUM_GROUPS} layer groups are read from {tmp_path}" in caplog.text
 
 
 def test_a_finished_merge_needs_no_forward(tmp_path: Path, solved: list[str]) -> None:

@@ -34,7 +34,12 @@ compat.apply_cures(openclip=True)
 from fusion_bench.modelpool import OpenCLIPVisionModelPool  # noqa: E402
 from fusion_bench.models.open_clip import ImageEncoder  # noqa: E402
 
-from fusion_bench_crossmean.openclip import architecture_of, encoder_from_pickle, preprocessing_of  # noqa: E402
+from fusion_bench_crossmean.openclip import (  # noqa: E402
+    architecture_of,
+    encoder_from_pickle,
+    encoder_from_state_dict,
+    preprocessing_of,
+)
 
 #: Stands for the few names that FusionBench's encoder takes.
 MODELS = ("pico",)
@@ -354,6 +359,29 @@ def test_a_whole_encoder_given_as_a_state_dict_is_an_error_that_says_so(
     entry["model_name"] = "pico-quickgelu__init__"
     OpenCLIPVisionModelPool({"digits": entry}).load_model("digits")
     assert "is built with GELU" not in caplog.text
+
+
+@pytest.mark.parametrize("form", ["encoder", "open_clip"])
+def test_a_state_dict_may_be_the_encoders_or_open_clips(form: str, tmp_path: Path) -> None:
+    network, path = encoder(1).float(), tmp_path / "one.pt"
+    state = network.state_dict()
+    if form == "open_clip":
+        whole = open_clip.create_model("pico").state_dict()
+        state = whole | {key.removeprefix("model."): tensor for key, tensor in state.items()}
+        assert len(state) > len(network.state_dict()), "with a text tower"
+    torch.save(state, path)
+    read = encoder_from_state_dict(path, "pico__init__")
+    assert state_error(read.state_dict(), network.state_dict()) == 0
+
+
+def test_a_state_dict_that_does_not_fit_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    path, state = tmp_path / "one.pt", encoder(1).state_dict()
+    torch.save({key: tensor for key, tensor in state.items() if "resblocks.1" not in key}, path)
+    with pytest.raises(ValueError, match=r"one\.pt is no pico__init__: it lacks 12 tensors \['model\.visual"):
+        encoder_from_state_dict(path, "pico__init__")
+    torch.save([1], path)
+    with pytest.raises(ValueError, match=r"one\.pt holds a list, not a state dict"):
+        encoder_from_state_dict(path, "pico__init__")
 
 
 def test_images_are_prepared_as_an_architectures_weights_want_them() -> None:

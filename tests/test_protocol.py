@@ -94,7 +94,7 @@ def test_a_pool_serves_the_chosen_rows_and_nothing_else() -> None:
     pool: Any = Pool()
     with serving(pool, {"mood": "some"}):
         assert pool.load_train_dataset("mood") == "some"
-        with pytest.raises(KeyError):
+        with pytest.raises(ValueError, match="does not say how many"):
             pool.load_train_dataset("colour")
     assert pool.load_train_dataset("mood") == "all of mood"
 
@@ -620,6 +620,12 @@ def test_no_label_and_no_other_row_reaches_a_merge(experts: Path, tmp_path: Path
 
 
 @pytest.mark.float32
+def test_rows_that_no_config_speaks_of_are_not_to_be_had(experts: Path, tmp_path: Path) -> None:
+    pool = comparison(experts, tmp_path, METHODS).pool_for(TASKS)
+    with serving(pool, {}), pytest.raises(ValueError, match=r"training rows of task 'mood'.*num_calibration_samples"):
+        pool.load_train_dataset("mood")
+
+
 def test_a_method_that_fails_does_not_take_the_others_along(experts: Path, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"1 of 5 cells failed: failing-all: RuntimeError: this method does not"):
         comparison(experts, tmp_path, ["failing", "regmean", "crossmean"]).run()
@@ -633,7 +639,7 @@ def test_a_method_that_fails_does_not_take_the_others_along(experts: Path, tmp_p
     ("changes", "message"),
     [
         ({"sample_counts": (61,)}, r"'mood' has 60 training rows; 61 for calibration and 0 others"),
-        ({"baseline": "lot"}, r"Margins are over 'lot', which is not among the methods \['regmean'"),
+        ({"baseline": "lot"}, r"recipe\.baseline is 'lot', which is not among the methods \['regmean'"),
         ({"outputs": ["scores", "pie_chart"]}, r"outputs names pie_chart; there are scores, by_task"),
         ({"task_sets": ["mood", "smell"]}, r"names \['smell'\]"),
         ({"coverages": ["mlp", "attention"]}, r"Each of coverages must be .*mlp.*full.*'attention'"),

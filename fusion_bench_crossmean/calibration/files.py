@@ -114,5 +114,8 @@ class ImageFiles:
         return len(self.paths)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        with Image.open(self.paths[index]) as image:
-            return {"image": image.convert("RGB"), "label": 0}
+        try:
+            with Image.open(self.paths[index]) as image:
+                return {"image": image.convert("RGB"), "label": 0}
+        except OSError as error:
+            raise ValueError(f"{self.paths[index]} cannot be read as an image: {error}") from error

@@ -164,9 +164,12 @@ class LayerwiseMerge(CalibratedAlgorithm):
         self, walker: Walker, networks: Networks, material: Material, checkpoint: Checkpoint
     ) -> list[dict[str, Any]]:
         layers, workspace = [], Workspace()
+        groups = walker.course.groups
+        num_stored = sum(self._stored(checkpoint, networks, *group) is not None for group in enumerate(groups))
+        if num_stored:
+            log.info("%d of %d layer groups are read from %s.", num_stored, len(groups), self.checkpoint_dir)
         # Depth order; all forwards wait here, if there is anything left to do.
-        is_solved = all(self._stored(checkpoint, networks, *group) for group in enumerate(walker.course.groups))
-        steps = ((group, {}) for group in walker.course.groups) if is_solved else self.walked(walker)
+        steps = ((group, {}) for group in groups) if num_stored == len(groups) else self.walked(walker)
         for index, (group, inputs) in enumerate(steps):
             if (stored := self._stored(checkpoint, networks, index, group)) is not None:
                 weight, record = stored

@@ -108,6 +108,8 @@ class CalibratedAlgorithm(Running, BaseAlgorithm):
         super().__init__(**kwargs)
         check_choice("coverage", coverage, ("mlp", "full"))
         check_integer("num_calibration_samples", num_calibration_samples, at_least=1)
+        if calibration_data is not None and not isinstance(calibration_data, Mapping):
+            raise ValueError(f"calibration_data must be task -> path, {{mnist: photos/}}, not {calibration_data!r}.")
         self.calibration_data = dict(calibration_data or {}) or None
         check_integer("seed", seed, at_least=0)
         check_integer("batch_size", batch_size, at_least=1)

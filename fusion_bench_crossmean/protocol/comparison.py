@@ -217,7 +217,7 @@ class Comparison:
         check_outputs(self.outputs)
         names = [row.name for row in self.rows]
         if self.baseline not in names:
-            raise ValueError(f"Margins are over {self.baseline!r}, which is not among the methods {names}.")
+            raise ValueError(f"recipe.baseline is {self.baseline!r}, which is not among the methods {names}: add it.")
         for name, values in (("seeds", self.seeds), ("num_calibration_samples", self.sample_counts)):
             least = 0 if name == "seeds" else 1
             if not values or len(set(values)) < len(values):

@@ -83,6 +83,11 @@ def serving(modelpool: BaseModelPool, rows: Mapping[str, Any]) -> Iterator[None]
     """Inside the block the pool's training sets are these rows and nothing else, whoever asks for them."""
 
     def load_train_dataset(dataset_name: str, *_: Any, **__: Any) -> Any:
+        if dataset_name not in rows:
+            raise ValueError(
+                f"The method asks for training rows of task {dataset_name!r}, but its config does not say "
+                "how many: give it num_calibration_samples."
+            )
         return rows[dataset_name]
 
     modelpool.load_train_dataset = load_train_dataset  # type: ignore[method-assign]

@@ -62,7 +62,7 @@ def as_text_rows(
         wanted = f"not {columns}" if columns else "none that is known to hold text"
         raise ValueError(
             f"{source} has the columns {have}, {wanted}. Name one or two: columns=[...] of "
-            "fusion_bench_crossmean.text.rows.load_text."
+            "fusion_bench_crossmean.text.rows.load_text. In a file, call the column text (the second of a pair text_b)."
         )
     names: dict[str, str] = dict(zip(columns, ("text", "text_b"), strict=False))
     if label in have and label not in columns:
