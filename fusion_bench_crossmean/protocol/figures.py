@@ -17,11 +17,28 @@ from fusion_bench_crossmean.protocol.results import margins_by_setting
 from fusion_bench_crossmean.report import written_whole
 
 
+#: Lines of a legend that have room in the axes.
+SHORT_LEGEND = 10
+
+
 def save(figure: Figure, path: Path) -> None:
     """Writes `path` with the suffixes .png and .pdf."""
     for suffix in (".png", ".pdf"):
         with written_whole(path.with_suffix(suffix)) as temporary:
             figure.savefig(temporary, format=suffix[1:], dpi=150)
+
+
+def finished(figure: Figure) -> Figure:
+    """With a legend, beside the axes where it is a long one, and a grid."""
+    (axis,) = figure.axes
+    axis.grid(alpha=0.3)
+    labels = axis.get_legend_handles_labels()[1]
+    if len(labels) <= SHORT_LEGEND:
+        axis.legend(fontsize="small")
+    else:
+        figure.set_size_inches(10, max(4, 0.2 * len(labels)))
+        figure.legend(fontsize="small", loc="outside right upper")
+    return figure
 
 
 def margin_by_alignment(frame: pd.DataFrame, baseline: str) -> Figure:
@@ -35,9 +52,7 @@ def margin_by_alignment(frame: pd.DataFrame, baseline: str) -> Figure:
     axis.axhline(0, color="black", linewidth=0.8)
     axis.set_xlabel("alignment criterion rho")
     axis.set_ylabel("margin over the baseline (points)")
-    axis.legend(fontsize="small")
-    axis.grid(alpha=0.3)
-    return figure
+    return finished(figure)
 
 
 def score_by_samples(frame: pd.DataFrame) -> Figure:
@@ -54,9 +69,7 @@ def score_by_samples(frame: pd.DataFrame) -> Figure:
     axis.set_xscale("log", base=2)
     axis.set_xlabel("calibration inputs per task")
     axis.set_ylabel("mean score (%)")
-    axis.legend(fontsize="small")
-    axis.grid(alpha=0.3)
-    return figure
+    return finished(figure)
 
 
 def alignment_by_depth(criteria: Sequence[tuple[str, Mapping[str, Any]]]) -> Figure:
@@ -68,6 +81,4 @@ def alignment_by_depth(criteria: Sequence[tuple[str, Mapping[str, Any]]]) -> Fig
         axis.plot(range(1, len(means) + 1), means, marker="o", markersize=3, label=f"{label} ({criterion['rho']:.3f})")
     axis.set_xlabel("layer group in depth order")
     axis.set_ylabel("alignment")
-    axis.legend(fontsize="small")
-    axis.grid(alpha=0.3)
-    return figure
+    return finished(figure)
