@@ -16,7 +16,6 @@ from matplotlib.figure import Figure
 from fusion_bench_crossmean.protocol.results import margins_by_setting
 from fusion_bench_crossmean.report import written_whole
 
-
 #: Lines of a legend that have room in the axes.
 SHORT_LEGEND = 10
 
