@@ -81,7 +81,7 @@ def main() -> None:
         expected = (root / "result.json").read_text()
         with tqdm(total=arguments.count, dynamic_ncols=True) as bar:
             while kills < arguments.count:
-                run = root / f"run{kills}"
+                run = root / f"run{resumed}"
                 run.mkdir()
                 while not (run / "result.json").exists():
                     process = start(run, run / "checkpoint")
