@@ -29,6 +29,8 @@ from fusion_bench_crossmean.schedule import Schedule
 log = logging.getLogger(__name__)
 
 MANIFEST, LOCK, GROUP_FILES = "manifest.json", "lock", "group-*.safetensors"
+#: What a run that was killed while it wrote leaves behind, see `written_whole`; nothing else in the folder is removed.
+HALF_WRITTEN = (".group-*.safetensors", ".manifest.*.json")
 #: Differences from another merge that are told.
 NUM_SHOWN = 4
 #: Seconds to wait for the lock: what a killed run leaves behind (workers that load data) needs some to end.
@@ -51,14 +53,12 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            file = self._stack.enter_context((self.folder / LOCK).open("w"))
-            try:
-                take(file, self.folder)
-                for left in self.folder.glob(".*.*"):  # of a run that was killed while it wrote
-                    left.unlink()
-            except BaseException:
-                self._stack.close()
-                raise
+            with contextlib.ExitStack() as stack:  # the lock is given back if something goes wrong
+                take(stack.enter_context((self.folder / LOCK).open("w")), self.folder)
+                for pattern in HALF_WRITTEN:
+                    for left in self.folder.glob(pattern):
+                        left.unlink()
+                self._stack = stack.pop_all()
         return self
 
     def __exit__(

@@ -27,6 +27,7 @@ PREPROCESSING = {
 }
 #: Parts of open_clip's models that only text goes through.
 TEXT_PARTS = ("transformer", "text", "text_decoder")
+TEXT_PREFIXES = tuple(f"model.{part}." for part in TEXT_PARTS)
 #: Towers that a pickled encoder without a name is compared with.
 ARCHITECTURES = ("ViT-B-32", "ViT-B-16", "ViT-L-14", "ViT-L-14-336", "ViT-H-14")
 
@@ -115,8 +116,7 @@ def encoder_from_pickle(path: str | Path, model_name: str | None = None) -> Imag
         ValueError: the file cannot be read safely, is none of an image encoder, or fits no known architecture.
     """
     pickled = read_pickled_module(path)
-    text = tuple(f"model.{part}." for part in TEXT_PARTS)
-    weights = {name: t for name, t in pickled.state_dict.items() if not name.startswith(text)}
+    weights = {name: t for name, t in pickled.state_dict.items() if not name.startswith(TEXT_PREFIXES)}
     name = (model_name or architecture_of(weights, path)).split("__")[0].removesuffix("-quickgelu")
     encoder = ImageEncoder(f"{name}__init__")
     if any(each.endswith(".QuickGELU") for each in pickled.classes):
@@ -155,8 +155,7 @@ def encoder_from_state_dict(path: str | Path, model_name: str) -> ImageEncoder:
     if not isinstance(content, Mapping):
         raise ValueError(f"{path} holds a {type(content).__name__}, not a state dict.")
     prefix = "" if any(name.startswith("model.") for name in content) else "model."
-    text = tuple(f"model.{part}." for part in TEXT_PARTS)
-    weights = {prefix + name: t for name, t in content.items() if not (prefix + name).startswith(text)}
+    weights = {prefix + name: t for name, t in content.items() if not (prefix + name).startswith(TEXT_PREFIXES)}
     encoder = ImageEncoder(model_name)
     check_weights(encoder, weights, path, model_name)
     encoder.load_state_dict(weights)

@@ -191,8 +191,10 @@ def test_one_run_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / ".group-0000.x7a.safetensors").write_bytes(b"half")
+    (tmp_path / ".manifest.x7a.json").write_bytes(b"half")
+    (tmp_path / ".settings.json").write_bytes(b"somebody else's")
     run(tmp_path)
-    assert not list(tmp_path.glob(".*"))
+    assert [path.name for path in tmp_path.glob(".*")] == [".settings.json"]
 
 
 def test_a_full_disk_ends_the_checkpoint_and_not_the_merge(

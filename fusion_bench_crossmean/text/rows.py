@@ -64,7 +64,7 @@ def as_text_rows(
             f"{source} has the columns {have}, {wanted}. Name one or two: columns=[...] of "
             "fusion_bench_crossmean.text.rows.load_text. In a file, call the column text (the second of a pair text_b)."
         )
-    names: dict[str, str] = dict(zip(columns, ("text", "text_b"), strict=False))
+    names: dict[str, str] = dict(zip(columns, ("text", "text_b")[: len(columns)], strict=True))
     if label in have and label not in columns:
         names[label] = "label"
     kept = rows.select_columns(list(names)).rename_columns({old: new for old, new in names.items() if old != new})
