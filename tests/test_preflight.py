@@ -77,6 +77,7 @@ def test_what_is_written_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert found["disk_gib"] == {str(tmp_path / "checkpoint"): sum(t.nbytes for t in weights) / 2**30}
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 100}))
     algorithm.run(pico_experts(), pico_calibration())
+    assert not (tmp_path / "checkpoint").exists(), "a preflight begins no checkpoint, which the merge would refuse"
     (warning,) = algorithm.report["preflight"]["warnings"]
     assert "checkpoint needs 0.00 GiB, its disk has 0.00 GiB left" in warning
     assert short_of_disk({tmp_path / "not" / "there": 100}) == []

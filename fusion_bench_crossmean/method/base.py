@@ -134,7 +134,8 @@ class LayerwiseMerge(CalibratedAlgorithm):
         pool = as_pool(modelpool)
         self._check_task_weights(pool.model_names)
         self.profiler.recorded_durations.clear()
-        folder = Path(self.checkpoint_dir) if self.checkpoint_dir and self._is_rank_zero() else None
+        is_kept = self._is_rank_zero() and not self.preflight_only
+        folder = Path(self.checkpoint_dir) if self.checkpoint_dir and is_kept else None
         with Checkpoint(folder) as checkpoint, self.computing(), self.prepared(pool, calibration) as material:
             with self.profile("hashes"):
                 hashes = hashes_of(material, self.progress)
