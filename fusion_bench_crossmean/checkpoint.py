@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fusion_bench_crossmean.fingerprint import hash_tensors
+from fusion_bench_crossmean.messages import differing
 from fusion_bench_crossmean.report import as_json, written_whole
 from fusion_bench_crossmean.schedule import Schedule
 
@@ -31,8 +32,6 @@ log = logging.getLogger(__name__)
 MANIFEST, LOCK, GROUP_FILES = "manifest.json", "lock", "group-*.safetensors"
 #: What a run that was killed while it wrote leaves behind, see `written_whole`; nothing else in the folder is removed.
 HALF_WRITTEN = (".group-*.safetensors", ".manifest.*.json")
-#: Differences from another merge that are told.
-NUM_SHOWN = 4
 #: Seconds to wait for the lock: what a killed run leaves behind (workers that load data) needs some to end.
 PATIENCE = 10.0
 
@@ -87,9 +86,8 @@ class Checkpoint:
             raise ValueError(f"{path} is damaged ({error}). Remove the folder to begin anew.") from error
         if differences := differing(there, self._identity):
             raise ValueError(
-                f"checkpoint_dir {str(self.folder)!r} holds another merge: {'; '.join(differences[:NUM_SHOWN])}"
-                f"{' and more' if len(differences) > NUM_SHOWN else ''}. Choose another folder, or remove this one to "
-                "begin anew."
+                f"checkpoint_dir {str(self.folder)!r} holds another merge: {differences}. Choose another folder, or "
+                "remove this one to begin anew."
             )
         threads = torch.get_num_threads()
         if threads != self._course["threads"]:
@@ -182,20 +180,3 @@ def take(file: TextIO, folder: Path) -> None:
             time.sleep(PATIENCE / 50)
         else:
             return
-
-
-def differing(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """In words: every entry in which two nested records differ.
-
-    Example:
-        >>> differing({"seed": 0, "experts": {"a": "x"}}, {"seed": 1, "experts": {"a": "x"}})
-        ['seed is 0 there and 1 here']
-    """
-    found = []
-    for key in dict.fromkeys([*there, *here]):
-        old, new = there.get(key), here.get(key)
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            found += differing(old, new, f"{prefix}{key}.")
-        elif old != new:
-            found.append(f"{prefix}{key} is {old!r} there and {new!r} here")
-    return found

@@ -135,9 +135,15 @@ class LinearSystem:
         Raises:
             SingularSystemError: the inputs hold NaN or infinity, or no row.
         """
-        ablation = self.symmetric_weight or self.gram_shrinkage
-        weight = None if ablation else expert_weight
+        weight = None if self._is_ablation else expert_weight
         statistics = accumulate(pairs, weight, num_batches, self.workspace)
+        self.add_statistics(statistics, expert_weight, task_weight, task)
+        return statistics
+
+    def add_statistics(
+        self, statistics: PairedStatistics, expert_weight: Tensor, task_weight: float = 1.0, task: str = ""
+    ) -> None:
+        """Adds one task's sums, which are there already; for arguments and errors see `add_task`."""
         if not statistics.rows:
             raise SingularSystemError(
                 f"Layer {self.name!r}: no token of task {task!r} counts. Check its attention masks, or lower "
@@ -145,7 +151,7 @@ class LinearSystem:
             )
         gram, diagonal, product = statistics.gram, statistics.diagonal, statistics.product
         transposed = statistics.transposed
-        if ablation:
+        if self._is_ablation:
             transposed = expert_weight.T.to(gram.dtype)
             assert statistics.bilinear is not None
             bilinear = statistics.bilinear
@@ -171,7 +177,10 @@ class LinearSystem:
         self.rhs.add_(product, alpha=scale * self.ratio)
         self.rhs.addcmul_(diagonal.unsqueeze(1), transposed, value=scale * (1 - self.ratio))
         self.rows += statistics.rows
-        return statistics
+
+    @property
+    def _is_ablation(self) -> bool:
+        return self.symmetric_weight > 0 or self.gram_shrinkage > 0
 
     def sums(self) -> dict[str, Tensor]:
         """What was added up so far: `lhs`, shape (in, in), and `rhs`, shape (in, out)."""

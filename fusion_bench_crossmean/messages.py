@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+#: Differences between two records that are told.
+NUM_DIFFERENCES = 4
 
 
 def shorten(names: Sequence[str], limit: int = 8) -> str:
@@ -14,3 +18,25 @@ def shorten(names: Sequence[str], limit: int = 8) -> str:
     """
     shown = ", ".join(repr(name) for name in names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """In words: the first entries in which two nested records differ; empty where they do not.
+
+    Example:
+        >>> differing({"seed": 0, "experts": {"a": "x"}}, {"seed": 1, "experts": {"a": "x"}})
+        'seed is 0 there and 1 here'
+    """
+    found = list(differences(there, here))
+    more = " and more" if len(found) > NUM_DIFFERENCES else ""
+    return "; ".join(found[:NUM_DIFFERENCES]) + more
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """In words: every entry in which two nested records differ."""
+    for key in dict.fromkeys([*there, *here]):
+        old, new = there.get(key), here.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            yield f"{prefix}{key} is {old!r} there and {new!r} here"

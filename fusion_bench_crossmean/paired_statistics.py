@@ -124,6 +124,28 @@ class PairedStatistics:
         return (max(squared, 0.0) / self.right_energy) ** 0.5 if self.right_energy > 0 else float("nan")
 
 
+def of_gram(gram: Tensor, right_energy: float, rows: int, weight: Tensor) -> PairedStatistics:
+    """The statistics of inputs that were paired with themselves, from their Gram matrix alone.
+
+    Args:
+        gram: see `PairedStatistics`, like `right_energy` and `rows`.
+        weight: W, shape (out, in).
+    """
+    transposed = weight.T.to(gram.dtype).contiguous()
+    product = gram @ transposed
+    return PairedStatistics(
+        gram,
+        gram,
+        transposed,
+        product,
+        gram.diagonal(),
+        directions=None,
+        sketch=None,
+        right_energy=right_energy,
+        rows=rows,
+    )
+
+
 def accumulate(
     pairs: Iterable[InputPair],
     weight: Tensor | None = None,

@@ -114,6 +114,11 @@ def covered_bytes(groups: Sequence[LayerGroup], tensors: Weights) -> int:
     return sum(group.weight_of(tensors).nbytes for group in groups)
 
 
+def gram_bytes(groups: Sequence[LayerGroup], tensors: Weights) -> int:
+    """Bytes of one task's Gram matrices, in float32."""
+    return sum(4 * group.weight_of(tensors).shape[1] ** 2 for group in groups)
+
+
 def duplicates(hashes: Mapping[str, str]) -> list[str]:
     """In words: experts whose weights are the same bit for bit."""
     by_hash: dict[str, list[str]] = {}

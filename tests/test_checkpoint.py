@@ -15,7 +15,7 @@ from pico import pico_calibration, pico_experts
 from torch import Tensor
 
 from fusion_bench_crossmean import CrossMeanAlgorithm, LOTCrossMeanAlgorithm, RegMeanAlgorithm, checkpoint
-from fusion_bench_crossmean.checkpoint import Checkpoint, differing
+from fusion_bench_crossmean.checkpoint import Checkpoint
 from fusion_bench_crossmean.linear_system import LinearSystem
 from fusion_bench_crossmean.memory import GIB, MemoryUse
 from fusion_bench_crossmean.method import calibrated
@@ -257,10 +257,3 @@ def test_half_precision_experts_are_stored_as_they_are(tmp_path: Path, monkeypat
     whole = merge(None)
     for name, tensor in merge(tmp_path).items():
         assert torch.equal(tensor, whole[name]), name
-
-
-def test_differences_are_named_with_both_values() -> None:
-    assert differing({"a": {"b": 1, "c": 2}}, {"a": {"b": 1}, "d": 3}) == [
-        "a.c is 2 there and None here",
-        "d is None there and 3 here",
-    ]

@@ -34,7 +34,7 @@ SHARED = INPUT_SETTINGS | {
     "report_path",
 }
 MERGING = SHARED | {"reduce_non_diagonal_ratio", "relative_ridge", "task_weighting", "task_weights", "dtype"}
-MERGING |= {"checkpoint_dir", "strict"}
+MERGING |= {"checkpoint_dir", "strict", "save_statistics", "load_statistics"}
 
 
 def merge(method: type, experts: Any, inputs: Any, **settings: Any) -> dict[str, Tensor]:

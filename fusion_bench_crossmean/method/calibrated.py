@@ -14,10 +14,11 @@ import torch
 from fusion_bench import BaseAlgorithm, RuntimeConstants, auto_register_config
 from fusion_bench.modelpool import BaseModelPool
 
-from fusion_bench_crossmean.calibration import load_calibration, load_probes, open_datasets, source_for
+from fusion_bench_crossmean.calibration import Calibration, load_calibration, load_probes, open_datasets, source_for
 from fusion_bench_crossmean.coverage import Coverage, covered_layers
 from fusion_bench_crossmean.expert_checks import NO_EXPERTS
-from fusion_bench_crossmean.expert_loading import load_experts
+from fusion_bench_crossmean.expert_loading import Experts, load_experts
+from fusion_bench_crossmean.kept_statistics import StoredStatistics
 from fusion_bench_crossmean.memory import memory_of
 from fusion_bench_crossmean.method.material import Material
 from fusion_bench_crossmean.method.outputs import check_outputs, report_path
@@ -148,33 +149,16 @@ class CalibratedAlgorithm(Running, BaseAlgorithm):
             modelpool: FusionBench's pool.
             calibration: task -> inputs, see `calibration.plain`; None takes them from the pool.
         """
-        check_outputs(self.output_path(), getattr(self._program, "merged_model_save_path", None), self.log_dir)
-        tasks = modelpool.model_names
-        if not tasks:
-            raise ValueError(NO_EXPERTS)
-        if self.needs_pretrained and not modelpool.has_pretrained:
-            raise ValueError(
-                f"{type(self).__name__} needs the pretrained model; the pool has {', '.join(map(repr, tasks))}. Add "
-                "'_pretrained_' to modelpool.models."
-            )
-        count = self.num_calibration_samples
+        self._check_pool(modelpool)
+        tasks, count = modelpool.model_names, self.num_calibration_samples
         if RuntimeConstants().debug:
             count = min(count, FAST_DEV_SAMPLES, self.batch_size)
             log.warning("fast_dev_run: %d inputs per task, whatever the settings say; the numbers mean nothing.", count)
         source = source_for(modelpool, calibration, self.calibration_data)
         datasets = open_datasets(source, tasks, count)
         probes = load_probes(source, datasets, num_samples=count, seed=self.seed)
-        with tempfile.TemporaryDirectory(prefix="crossmean-experts-") as folder:
-            with self.profile("load experts"):
-                numbers = itertools.count()
-                experts = load_experts(
-                    modelpool,
-                    fits=self._experts_fit,
-                    new_file=lambda: Path(folder) / f"{next(numbers)}.safetensors",
-                    keep_pretrained=self.needs_pretrained,
-                    progress=self.progress,
-                )
-                layers = covered_layers(experts.template, self.coverage)
+        with self._loaded(modelpool) as experts:
+            layers = covered_layers(experts.template, self.coverage)
             with self.profile("load calibration"):
                 drawn = load_calibration(
                     source,
@@ -187,6 +171,41 @@ class CalibratedAlgorithm(Running, BaseAlgorithm):
                     progress=self.progress,
                 )
             yield Material.checked(experts, layers, drawn, count, probes)
+
+    @contextlib.contextmanager
+    def prepared_again(self, modelpool: BaseModelPool, stored: StoredStatistics) -> Iterator[Material]:
+        """The same from kept statistics, which stand for calibration inputs."""
+        self._check_pool(modelpool)
+        with self._loaded(modelpool) as experts:
+            layers = covered_layers(experts.template, self.coverage)
+            tasks = list(experts.weights)
+            indices = {task: stored.indices[task] for task in tasks if task in stored.indices}
+            calibration = Calibration({task: [] for task in tasks}, indices)
+            yield Material(experts, layers, calibration, num_samples=0, probes={}, beside=stored.beside(tasks))
+
+    def _check_pool(self, modelpool: BaseModelPool) -> None:
+        check_outputs(self.output_path(), getattr(self._program, "merged_model_save_path", None), self.log_dir)
+        if not (tasks := modelpool.model_names):
+            raise ValueError(NO_EXPERTS)
+        if self.needs_pretrained and not modelpool.has_pretrained:
+            raise ValueError(
+                f"{type(self).__name__} needs the pretrained model; the pool has {', '.join(map(repr, tasks))}. Add "
+                "'_pretrained_' to modelpool.models."
+            )
+
+    @contextlib.contextmanager
+    def _loaded(self, modelpool: BaseModelPool) -> Iterator[Experts]:
+        with tempfile.TemporaryDirectory(prefix="crossmean-experts-") as folder:
+            numbers = itertools.count()
+            with self.profile("load experts"):
+                experts = load_experts(
+                    modelpool,
+                    fits=self._experts_fit,
+                    new_file=lambda: Path(folder) / f"{next(numbers)}.safetensors",
+                    keep_pretrained=self.needs_pretrained,
+                    progress=self.progress,
+                )
+            yield experts
 
     def _experts_fit(self, size: int) -> bool:
         """Whether so many bytes of experts may stay in memory: in half of what is free, the rest is to work in."""

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from fusion_bench_crossmean.coverage import LayerGroup, norm_layers
 from fusion_bench_crossmean.linear_system import LinearSystem
+from fusion_bench_crossmean.messages import shorten
 from fusion_bench_crossmean.method.base import LayerwiseMerge
 from fusion_bench_crossmean.method.crossmean import CrossMeanAlgorithm
-from fusion_bench_crossmean.method.material import Material
+from fusion_bench_crossmean.method.material import Beside, Material
 from fusion_bench_crossmean.method.progressive_regmean import ProgressiveRegMeanAlgorithm
 from fusion_bench_crossmean.method.regmean import RegMeanAlgorithm
 from fusion_bench_crossmean.method.settings import check_number
@@ -55,20 +56,39 @@ class TaskVectorMerge(LayerwiseMerge):
     def linear_system(self, **options: Any) -> LinearSystem:
         return super().linear_system(rcond=self.rcond, **options)
 
-    def prepare(self, material: Material, networks: Networks) -> None:
-        """Merges the scales of normalisation layers, from one pass of every expert."""
+    def prepare(self, material: Material, networks: Networks) -> Beside:
+        """Merges the scales of normalisation layers, from one pass of every expert; returns the energies.
+
+        Raises:
+            ValueError: statistics are merged again that were kept without energies.
+        """
         norms = norm_layers(networks.merged)
         if not norms:
-            return
-        energies, scales = {}, {}
+            return {}
+        energies = material.beside
+        if energies is None:
+            energies = self._energies(material, networks, norms)
+        elif missing := [task for task in material.tasks if set(norms) - set(energies.get(task, {}))]:
+            raise ValueError(
+                f"The statistics have no energies of normalisation layers for {shorten(missing)}: another method than "
+                f"{self.method_name} has kept them. Make them by save_statistics of crossmean/lot."
+            )
+        energies = {task: energies[task] for task in material.tasks}
+        scales = {
+            task: {name: material.experts.weights[task][f"{name}.weight"] for name in norms} for task in material.tasks
+        }
+        for name, scale in merged_scales(energies, scales).items():
+            networks.store(f"{name}.weight", scale)
+        return energies
+
+    def _energies(self, material: Material, networks: Networks, norms: list[str]) -> Beside:
+        energies = {}
         batches = material.calibration.on(networks.device, networks.forward_dtype)
         with self.profile("norm scales"), networks:
             for task in self.progress(material.tasks, "norm scales"):
                 networks.load(task, 1.0)
                 energies[task] = normalised_energies(networks.runner, batches[task], norms)
-                scales[task] = {name: material.experts.weights[task][f"{name}.weight"] for name in norms}
-        for name, scale in merged_scales(energies, scales).items():
-            networks.store(f"{name}.weight", scale)
+        return energies
 
     def origin(self, material: Material, networks: Networks, group: LayerGroup) -> Tensor:
         """The pretrained weight, in float32 or better: task vectors are small differences."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusion_bench.modelpool import BaseModelPool
-from torch import nn
+from torch import Tensor, nn
 
 from fusion_bench_crossmean.calibration import Batch, Calibration
 from fusion_bench_crossmean.course import Course
@@ -17,6 +17,9 @@ from fusion_bench_crossmean.preflight import bytes_of
 from fusion_bench_crossmean.schedule import Need
 from fusion_bench_crossmean.text.encoders import check_token_ids
 from fusion_bench_crossmean.weights import tensors_of
+
+#: What a method measures of each task before the walk: task -> name -> tensor.
+Beside = Mapping[str, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Material:
         calibration: the drawn inputs.
         num_samples: how many inputs per task the run is about; more than are drawn before a preflight.
         probes: task -> a few of the inputs.
+        beside: what was measured before the walk whose statistics are merged again; None: nothing was measured yet.
     """
 
     experts: Experts
@@ -36,6 +40,7 @@ class Material:
     calibration: Calibration
     num_samples: int
     probes: dict[str, Batch]
+    beside: Beside | None = None
 
     @classmethod
     def checked(

@@ -11,9 +11,10 @@ import torch
 
 from fusion_bench_crossmean.coverage import LayerGroup
 from fusion_bench_crossmean.expert_checks import activation_of
+from fusion_bench_crossmean.kept_statistics import EXPERTS_ALONE
 from fusion_bench_crossmean.linear_system import Solution
 from fusion_bench_crossmean.method.material import Material
-from fusion_bench_crossmean.preflight import covered_bytes, model_bytes
+from fusion_bench_crossmean.preflight import covered_bytes, gram_bytes, model_bytes
 from fusion_bench_crossmean.report import environment, mean, table
 from fusion_bench_crossmean.walker import Walker
 from fusion_bench_crossmean.weights import tensors_of
@@ -89,20 +90,25 @@ def identity_of(
 
 
 def disk_use(
-    material: Material, walker: Walker, checkpoint: str | None, saved: Path | None, dtype: torch.dtype
+    material: Material, walker: Walker, settings: Mapping[str, Any], saved: Path | None, dtype: torch.dtype
 ) -> dict[Path, int]:
     """Folder -> bytes that a merge is going to write there.
 
     Args:
         material: of the merge.
         walker: that knows the layer groups.
-        checkpoint: folder of the checkpoint, if there is to be one.
+        settings: of the method, with the folders of a checkpoint and of statistics, if there are to be any.
         saved: where the model is going to be saved, if it is.
         dtype: of the merged model.
     """
     template, found = tensors_of(material.experts.template), {}
-    if checkpoint:
-        found[Path(checkpoint).absolute()] = covered_bytes(walker.course.groups, template)
+    groups = walker.course.groups
+    if checkpoint := settings["checkpoint_dir"]:
+        found[Path(checkpoint).absolute()] = covered_bytes(groups, template)
+    if statistics := settings["save_statistics"]:
+        kinds = 1 if walker.networks.path_points == EXPERTS_ALONE else 2  # the Gram matrix and, apart, the bilinear one
+        folder = Path(statistics).absolute()
+        found[folder] = found.get(folder, 0) + kinds * len(material.tasks) * gram_bytes(groups, template)
     if saved is not None:
         found[saved.absolute().parent] = model_bytes(template, dtype)
     return found

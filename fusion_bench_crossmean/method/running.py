@@ -118,16 +118,21 @@ class Running(LightningFabricMixin, SimpleProfilerMixin):
                 yield step
                 bar.update()
 
-    def common_report(self, material: Material, walker: Walker, forwards_within: float) -> dict[str, Any]:
+    def common_report(
+        self, material: Material, walker: Walker | None = None, forwards_within: float = 0.0
+    ) -> dict[str, Any]:
         """The part of a report that every algorithm shares.
 
         Args:
             material: what was worked on.
-            walker: that has ended.
+            walker: that has ended, if there was one.
             forwards_within: seconds of its forwards that lie within those profiled as `statistics`.
         """
         seconds: dict[str, float] = {stage: sum(times) for stage, times in self.profiler.recorded_durations.items()}
         seconds["statistics"] = seconds.get("statistics", 0.0) - forwards_within
+        if walker is not None:
+            seconds["forwards"] = walker.seconds + walker.replay_seconds
+        schedule = None if walker is None else walker.schedule
         return {
             "method": type(self).__name__,
             "settings": self.settings(),
@@ -136,8 +141,8 @@ class Running(LightningFabricMixin, SimpleProfilerMixin):
             "activation": activation_of(material.experts.template),
             "num_covered_layers": len(material.layers),
             "num_inputs_used": {task: len(drawn) for task, drawn in material.calibration.indices.items()},
-            "seconds": seconds | {"forwards": walker.seconds + walker.replay_seconds},
-            "schedule": {"kind": walker.schedule.kind, "activation_store": walker.schedule.store},
+            "seconds": seconds,
+            "schedule": None if schedule is None else {"kind": schedule.kind, "activation_store": schedule.store},
             "peak_memory": peak_memory(),
         }
 
