@@ -15,6 +15,7 @@ from fusion_bench.modelpool import BaseModelPool
 from torch import nn
 
 from fusion_bench_crossmean.expert_checks import check_expert
+from fusion_bench_crossmean.origins import Origin, origin_of
 from fusion_bench_crossmean.text.encoders import encoder_of
 from fusion_bench_crossmean.weights import (
     StoredWeights,
@@ -37,6 +38,7 @@ class Experts:
             is built like it.
         dtype: the one floating-point dtype of all experts' parameters, None where they differ.
         template_dtype: the same of the pretrained model; without one it is `dtype`.
+        origins: where each model of the pool comes from.
         pretrained: the pretrained model's tensors, where they were asked for.
     """
 
@@ -44,6 +46,7 @@ class Experts:
     template: nn.Module
     dtype: torch.dtype | None
     template_dtype: torch.dtype | None
+    origins: dict[str, Origin]
     pretrained: Weights | None = None
 
 
@@ -69,6 +72,7 @@ def load_experts(
     """
     tasks = modelpool.model_names
     weights: dict[str, Weights] = {}
+    origins: dict[str, Origin] = {}
     reference: tuple[str, nn.Module] | None = None
     dtypes: set[torch.dtype] = set()
     in_memory = True
@@ -82,9 +86,14 @@ def load_experts(
             stored = StoredWeights.write(new_file(), tensors)
         return tensors if stored is None else stored
 
+    def load(name: str) -> nn.Module:
+        model = modelpool.load_model(name)
+        origins[name] = origin_of(modelpool, name, model)
+        return encoder_of(model)
+
     offenders: list[Exception] = []
     for task in progress(tasks, "loading experts"):
-        expert = encoder_of(modelpool.load_model(task))
+        expert = load(task)
         try:
             check_expert(task, expert, reference)
         except (TypeError, ValueError) as error:  # the others may have something wrong with them too
@@ -105,13 +114,13 @@ def load_experts(
     assert reference is not None
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     if not modelpool.has_pretrained:
-        return Experts(weights, reference[1], dtype=dtype, template_dtype=dtype)
-    pretrained = encoder_of(modelpool.load_model("_pretrained_"))
+        return Experts(weights, reference[1], dtype=dtype, template_dtype=dtype, origins=origins)
+    pretrained = load("_pretrained_")
     check_expert("_pretrained_", pretrained, reference)
     dtypes = parameter_dtypes(pretrained)
     template_dtype = dtypes.pop() if len(dtypes) == 1 else None
     values = kept(pretrained) if keep_pretrained else None
-    return Experts(weights, without_values(pretrained), dtype, template_dtype, values)
+    return Experts(weights, without_values(pretrained), dtype, template_dtype, origins, values)
 
 
 def without_values(network: nn.Module) -> nn.Module:

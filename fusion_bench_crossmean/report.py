@@ -10,6 +10,7 @@ import math
 import os
 import re
 import resource
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,17 +19,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.core.hydra_config import HydraConfig
 
 log = logging.getLogger(__name__)
 
 #: A list of integers, as `json.dumps` spreads it over many lines.
 NUMBER_LIST = re.compile(r"\[[\s\d,-]*\]")
+#: What the command `fusion_bench` runs where no other is named.
+DEFAULT_PROGRAM = "fabric_model_fusion"
 PACKAGES = ("fusion-bench-crossmean", "fusion-bench", "torch", "transformers")
 
 
 def environment() -> dict[str, str]:
     """Versions of what a result depends on."""
     return {"python": sys.version.split()[0]} | {package: version(package) for package in PACKAGES}
+
+
+def command() -> str | None:
+    """The command line that repeats this run; None outside of FusionBench's (Hydra's) programs."""
+    if not HydraConfig.initialized():
+        return None
+    hydra = HydraConfig.get()
+    words = ["fusion_bench"]
+    for source in hydra.runtime.config_sources:
+        if source.provider == "command-line":
+            words += ["--config-dir", source.path]
+    if hydra.job.config_name != DEFAULT_PROGRAM:
+        words += ["--config-name", hydra.job.config_name]
+    own = [override for override in hydra.overrides.hydra if not override.startswith("hydra.mode=")]
+    return shlex.join([*words, *own, *hydra.overrides.task])
 
 
 def peak_memory() -> dict[str, float]:

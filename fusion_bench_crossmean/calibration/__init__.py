@@ -8,6 +8,7 @@ from fusion_bench_crossmean.calibration.load import (
     load_calibration,
     load_probes,
     open_datasets,
+    preprocessor_of,
     source_for,
 )
 
@@ -19,5 +20,6 @@ __all__ = [
     "load_calibration",
     "load_probes",
     "open_datasets",
+    "preprocessor_of",
     "source_for",
 ]

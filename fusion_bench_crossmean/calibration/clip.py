@@ -28,6 +28,11 @@ class CLIPPoolSource:
         """From an image to a tensor."""
         return self.modelpool.load_processor()
 
+    @property
+    def preprocessor(self) -> Any:
+        """What is saved beside a model; None: the pool has none."""
+        return None if getattr(self.modelpool, "_processor", None) is None else self.processor
+
     def dataset(self, task: str) -> CLIPDataset:
         check_training_data(
             self.modelpool,
@@ -53,6 +58,11 @@ class OpenCLIPPoolSource(CLIPPoolSource):
     @functools.cached_property
     def processor(self) -> Any:
         return self.modelpool.test_processor
+
+    @property
+    def preprocessor(self) -> None:
+        """Its images are prepared by what open_clip has for the architecture."""
+        return
 
     def collate(self, items: Sequence[Any]) -> Batch:
         return Batch(args=(torch.stack([image for image, *_ in items]),))

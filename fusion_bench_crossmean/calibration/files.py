@@ -19,6 +19,11 @@ TEXT_SUFFIXES, JSON_SUFFIXES = (".txt",), (".jsonl", ".json")
 class WrappingSource(Protocol):
     """A pool's source that takes rows of other data too."""
 
+    @property
+    def preprocessor(self) -> Any:
+        """What is saved beside a model, with `save_pretrained`; None: there is none."""
+        ...
+
     def dataset(self, task: str) -> Any: ...
 
     def wrap(self, rows: Any, task: str) -> Any:

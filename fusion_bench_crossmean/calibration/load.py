@@ -90,6 +90,14 @@ def source_for(
     )
 
 
+def preprocessor_of(modelpool: BaseModelPool) -> Any:
+    """What makes inputs for a pool's models, a processor or tokenizer with `save_pretrained`; None: there is none."""
+    for family in type(modelpool).__mro__:
+        if source := SOURCES.get(family.__name__):
+            return source(modelpool).preprocessor
+    return None
+
+
 def open_datasets(source: CalibrationSource, tasks: Sequence[str], num_samples: int) -> dict[str, Any]:
     """Every task's inputs, not yet read.
 

@@ -43,6 +43,12 @@ class TextPoolSource:
             )
         return self.modelpool.load_tokenizer()
 
+    @property
+    def preprocessor(self) -> Any:
+        """What is saved beside a model; None: the pool has none."""
+        entry = getattr(self.modelpool, "_tokenizer", None)
+        return None if entry is None or isinstance(entry, str) else self.tokenizer
+
     def dataset(self, task: str) -> Any:
         check_training_data(
             self.modelpool,

@@ -12,7 +12,7 @@ from torch import nn
 
 from fusion_bench_crossmean.criterion import Criterion, advice, measure
 from fusion_bench_crossmean.method.calibrated import CalibratedAlgorithm
-from fusion_bench_crossmean.method.material import as_pool, hashes_of, indices_of
+from fusion_bench_crossmean.method.material import as_pool, closing, hashes_of
 from fusion_bench_crossmean.method.settings import check_flag
 from fusion_bench_crossmean.plots import plot_alignment
 from fusion_bench_crossmean.report import mean, table, write_json
@@ -59,7 +59,7 @@ class AlignmentCriterionAnalyzer(CalibratedAlgorithm):
                     return None
                 criterion = measure(self.walked(walker))
             common = self.common_report(material, walker, walker.seconds + walker.replay_seconds)
-            self.report = as_record(criterion) | common | indices_of(material)
+            self.report = as_record(criterion) | common | closing(material)
         if self._is_rank_zero():
             self._announce(criterion)
         return networks.finish(networks.dtype) if self.return_averaged_model else None

@@ -18,7 +18,6 @@ from fusion_bench_crossmean.linear_system import LinearSystem
 from fusion_bench_crossmean.method.again import merge_again
 from fusion_bench_crossmean.method.layers import LayerSolver
 from fusion_bench_crossmean.method.material import Material, as_pool, hashes_of
-from fusion_bench_crossmean.method.outputs import saved_at
 from fusion_bench_crossmean.method.records import disk_use, identity_of
 from fusion_bench_crossmean.networks import Networks
 from fusion_bench_crossmean.paired_statistics import PairedStatistics
@@ -68,8 +67,7 @@ class LayerwiseMerge(LayerSolver):
             beside = self.prepare(material, networks)
             with self.walking(material, networks, checkpoint.settle) as walker:
                 if self.preflight_only:
-                    saved = saved_at(getattr(self._program, "merged_model_save_path", None), self.log_dir)
-                    disk = disk_use(material, walker, self.settings(), saved, self._merged_dtype(material))
+                    disk = disk_use(material, walker, self.settings(), self.saved_path(), self._merged_dtype(material))
                     self.preflight(material, networks, walker, hashes, disk)
                     return None
                 source = {"path_points": self.network_points, "calibration_indices": material.calibration.indices}

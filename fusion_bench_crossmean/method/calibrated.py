@@ -21,7 +21,8 @@ from fusion_bench_crossmean.expert_loading import Experts, load_experts
 from fusion_bench_crossmean.kept_statistics import StoredStatistics
 from fusion_bench_crossmean.memory import memory_of
 from fusion_bench_crossmean.method.material import Material
-from fusion_bench_crossmean.method.outputs import check_outputs, report_path
+from fusion_bench_crossmean.method.outputs import check_outputs, report_path, saved_at
+from fusion_bench_crossmean.method.publishing import Companions
 from fusion_bench_crossmean.method.running import Running
 from fusion_bench_crossmean.method.settings import check_choice, check_flag, check_integer, check_number
 
@@ -157,6 +158,7 @@ class CalibratedAlgorithm(Running, BaseAlgorithm):
         source = source_for(modelpool, calibration, self.calibration_data)
         datasets = open_datasets(source, tasks, count)
         probes = load_probes(source, datasets, num_samples=count, seed=self.seed)
+        companions = self._companions(modelpool)
         with self._loaded(modelpool) as experts:
             layers = covered_layers(experts.template, self.coverage)
             with self.profile("load calibration"):
@@ -170,21 +172,22 @@ class CalibratedAlgorithm(Running, BaseAlgorithm):
                     token_dropout=self.token_dropout,
                     progress=self.progress,
                 )
-            yield Material.checked(experts, layers, drawn, count, probes)
+            yield Material.checked(experts, layers, drawn, count, probes, companions)
 
     @contextlib.contextmanager
     def prepared_again(self, modelpool: BaseModelPool, stored: StoredStatistics) -> Iterator[Material]:
         """The same from kept statistics, which stand for calibration inputs."""
         self._check_pool(modelpool)
+        companions = self._companions(modelpool)
         with self._loaded(modelpool) as experts:
             layers = covered_layers(experts.template, self.coverage)
             tasks = list(experts.weights)
             indices = {task: stored.indices[task] for task in tasks if task in stored.indices}
             calibration = Calibration({task: [] for task in tasks}, indices)
-            yield Material(experts, layers, calibration, num_samples=0, probes={}, beside=stored.beside(tasks))
+            yield Material(experts, layers, calibration, 0, {}, companions, stored.beside(tasks))
 
     def _check_pool(self, modelpool: BaseModelPool) -> None:
-        check_outputs(self.output_path(), getattr(self._program, "merged_model_save_path", None), self.log_dir)
+        check_outputs(self.output_path(), self.saved_path())
         if not (tasks := modelpool.model_names):
             raise ValueError(NO_EXPERTS)
         if self.needs_pretrained and not modelpool.has_pretrained:
@@ -192,6 +195,9 @@ class CalibratedAlgorithm(Running, BaseAlgorithm):
                 f"{type(self).__name__} needs the pretrained model; the pool has {', '.join(map(repr, tasks))}. Add "
                 "'_pretrained_' to modelpool.models."
             )
+
+    def _companions(self, modelpool: BaseModelPool) -> Companions | None:
+        return None if (saved := self.saved_path()) is None else Companions.of(modelpool, saved)
 
     @contextlib.contextmanager
     def _loaded(self, modelpool: BaseModelPool) -> Iterator[Experts]:
@@ -211,6 +217,10 @@ class CalibratedAlgorithm(Running, BaseAlgorithm):
         """Whether so many bytes of experts may stay in memory: in half of what is free, the rest is to work in."""
         budget = self.max_memory_gib if self.device.type == "cpu" else None
         return size <= memory_of(torch.device("cpu"), budget).free / 2
+
+    def saved_path(self) -> Path | None:
+        """Where FusionBench is going to save the merged model; None: nowhere."""
+        return saved_at(getattr(self._program, "merged_model_save_path", None), self.log_dir)
 
     def output_path(self) -> Path | None:
         """Where the report goes; None: nowhere."""

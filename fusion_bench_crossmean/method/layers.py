@@ -16,7 +16,7 @@ from fusion_bench_crossmean.fingerprint import hash_tensors
 from fusion_bench_crossmean.kept_statistics import EXPERTS_ALONE
 from fusion_bench_crossmean.linear_system import LinearSystem
 from fusion_bench_crossmean.method.calibrated import CalibratedAlgorithm
-from fusion_bench_crossmean.method.material import Beside, Material, indices_of
+from fusion_bench_crossmean.method.material import Beside, Material, closing
 from fusion_bench_crossmean.method.records import TaskRecord, layer_record, summary, warnings_of
 from fusion_bench_crossmean.method.settings import check_choice, check_flag, check_number
 from fusion_bench_crossmean.networks import Networks
@@ -166,13 +166,15 @@ class LayerSolver(CalibratedAlgorithm):
         warnings = [*duplicates(hashes["experts"]), *warnings_of(layers), *complaints]
         hashes = hashes | {"merged": hash_tensors(tensors_of(merged))}
         extra = {"warnings": warnings, "hashes": hashes, "layers": layers}
-        self.report = {**common, **extra, **indices_of(material)}
+        self.report = {**common, **extra, **closing(material)}
         if self._is_rank_zero():
             seconds = self.report["seconds"]
             log.info("%s merged %d experts:\n%s", self.method_name, len(material.tasks), summary(layers))
             log.info("Seconds: %s", ", ".join(f"{stage} {time:.1f}" for stage, time in seconds.items()))
             if (path := self.output_path()) is not None:
                 write_json(path, self.report)
+            if material.companions is not None:
+                material.companions.write(self.report)
         return merged
 
     def _merged_dtype(self, material: Material) -> torch.dtype:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fusion_bench.modelpool import BaseModelPool
 from torch import Tensor, nn
@@ -14,9 +14,13 @@ from fusion_bench_crossmean.course import Course
 from fusion_bench_crossmean.expert_loading import Experts
 from fusion_bench_crossmean.fingerprint import hash_batches, hash_tensors
 from fusion_bench_crossmean.preflight import bytes_of
+from fusion_bench_crossmean.report import command
 from fusion_bench_crossmean.schedule import Need
 from fusion_bench_crossmean.text.encoders import check_token_ids
 from fusion_bench_crossmean.weights import tensors_of
+
+if TYPE_CHECKING:
+    from fusion_bench_crossmean.method.publishing import Companions
 
 #: What a method measures of each task before the walk: task -> name -> tensor.
 Beside = Mapping[str, Mapping[str, Tensor]]
@@ -32,6 +36,7 @@ class Material:
         calibration: the drawn inputs.
         num_samples: how many inputs per task the run is about; more than are drawn before a preflight.
         probes: task -> a few of the inputs.
+        companions: what is saved with the merged model; None: it is not saved.
         beside: what was measured before the walk whose statistics are merged again; None: nothing was measured yet.
     """
 
@@ -40,6 +45,7 @@ class Material:
     calibration: Calibration
     num_samples: int
     probes: dict[str, Batch]
+    companions: Companions | None = None
     beside: Beside | None = None
 
     @classmethod
@@ -50,6 +56,7 @@ class Material:
         calibration: Calibration,
         num_samples: int,
         probes: dict[str, Batch],
+        companions: Companions | None = None,
     ) -> Material:
         """Once it is sure that the experts can read the inputs.
 
@@ -59,7 +66,7 @@ class Material:
         for task, batches in calibration.batches.items():
             for batch in batches:
                 check_token_ids(experts.template, batch.kwargs, f"The calibration inputs of task {task!r}")
-        return cls(experts, layers, calibration, num_samples, probes)
+        return cls(experts, layers, calibration, num_samples, probes, companions)
 
     @property
     def tasks(self) -> list[str]:
@@ -110,6 +117,6 @@ def hashes_of(
     }
 
 
-def indices_of(material: Material) -> dict[str, Any]:
-    """The longest part of a report, hence its last one."""
-    return {"calibration_indices": material.calibration.indices}
+def closing(material: Material) -> dict[str, Any]:
+    """How a report ends: with its longest part, and the command that repeats its run."""
+    return {"calibration_indices": material.calibration.indices, "command": command()}

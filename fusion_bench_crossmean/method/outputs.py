@@ -32,9 +32,9 @@ def saved_at(setting: str | None, log_dir: str | Path | None) -> Path | None:
     return None if setting is None else Path(setting.format(log_dir=log_dir))
 
 
-def check_outputs(report: Path | None, saved_model: str | None, log_dir: str | Path | None) -> None:
+def check_outputs(report: Path | None, saved: Path | None) -> None:
     """Raises `OSError` where the report, or the model that FusionBench is going to save, cannot be written."""
     if report is not None:
         check_writable(report)
-    if (saved := saved_at(saved_model, log_dir)) is not None:
+    if saved is not None:
         check_writable(saved.parent / "merged_model")  # a file or a folder, as the pool saves

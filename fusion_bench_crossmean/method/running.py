@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from fusion_bench_crossmean.course import Course
 from fusion_bench_crossmean.expert_checks import activation_of
 from fusion_bench_crossmean.memory import memory_of
-from fusion_bench_crossmean.method.material import Material
+from fusion_bench_crossmean.method.material import Material, closing
 from fusion_bench_crossmean.method.verdict import verdict
 from fusion_bench_crossmean.networks import Networks
 from fusion_bench_crossmean.paired_statistics import float32_products
@@ -138,6 +138,7 @@ class Running(LightningFabricMixin, SimpleProfilerMixin):
             "settings": self.settings(),
             "versions": environment(),
             "tasks": material.tasks,
+            "experts": material.experts.origins,
             "activation": activation_of(material.experts.template),
             "num_covered_layers": len(material.layers),
             "num_inputs_used": {task: len(drawn) for task, drawn in material.calibration.indices.items()},
@@ -164,7 +165,9 @@ class Running(LightningFabricMixin, SimpleProfilerMixin):
             disk: folder -> bytes that the run is going to write there.
         """
         found = verdict(material, networks, walker, memory_of(self.device, self.max_memory_gib), hashes, disk)
-        self.report = self.common_report(material, walker, 0.0) | {"preflight": found, "hashes": hashes}
+        self.report = (
+            self.common_report(material, walker, 0.0) | {"preflight": found, "hashes": hashes} | closing(material)
+        )
         if self._is_rank_zero():
             log.info("Preflight of %s: all checks passed.", type(self).__name__)
             for line in found["in_words"]:
