@@ -102,6 +102,9 @@ def written_whole(path: Path) -> Iterator[Path]:
             os.fsync(folder)
         finally:
             os.close(folder)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk does not say where
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

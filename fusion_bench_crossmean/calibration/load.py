@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +22,10 @@ from fusion_bench_crossmean.calibration.text import TextPoolSource
 
 #: Inputs per task that are looked at before and after everything else.
 NUM_PROBES = 4
+#: What a user's dataset may raise for an input that is not as it thinks, or torch for a process of its loader that dies.
+UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, OSError, EOFError, ArithmeticError, RuntimeError)
+#: Seconds from a broken connection to the signal that says why.
+DEATH_NOTICE = 0.5
 
 
 class CalibrationSource(Protocol):
@@ -176,11 +182,24 @@ def load_probes(
 
 
 def told(loader: Iterable[Batch], task: str) -> Iterator[Batch]:
-    """Batch by batch; what is wrong with an input is said together with its task."""
+    """Batch by batch; what is wrong with an input, or with what reads it, is said together with its task."""
     try:
         yield from loader
-    except ValueError as error:
-        raise ValueError(f"The calibration inputs of task {task!r}: {error}") from error
+    except UNREADABLE as first:
+        error = deeper(first)
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ValueError(f"The calibration inputs of task {task!r}: {kind}{error}") from error
+
+
+def deeper(error: Exception) -> Exception:
+    """The error, or what is behind it where a process of a loader has died, which torch says a moment later."""
+    try:
+        if isinstance(error, (EOFError, ConnectionError)):
+            time.sleep(DEATH_NOTICE)
+        traceback.clear_frames(error.__traceback__)  # with them the loader ends; nobody will be told any more
+    except RuntimeError as death:
+        return death
+    return error
 
 
 def check_finite(batch: Batch, task: str) -> None:

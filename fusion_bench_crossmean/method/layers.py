@@ -171,11 +171,18 @@ class LayerSolver(CalibratedAlgorithm):
             seconds = self.report["seconds"]
             log.info("%s merged %d experts:\n%s", self.method_name, len(material.tasks), summary(layers))
             log.info("Seconds: %s", ", ".join(f"{stage} {time:.1f}" for stage, time in seconds.items()))
+            self._write_report(material)
+        return merged
+
+    def _write_report(self, material: Material) -> None:
+        """Writes the report and what is published with the model; where that fails, the model is not lost for it."""
+        try:
             if (path := self.output_path()) is not None:
                 write_json(path, self.report)
             if material.companions is not None:
                 material.companions.write(self.report)
-        return merged
+        except OSError as error:
+            log.error("The report could not be written: %s. The merged model is as it should be.", error)  # noqa: TRY400
 
     def _merged_dtype(self, material: Material) -> torch.dtype:
         return getattr(torch, self.dtype) if self.dtype else material.experts.template_dtype or torch.float32
