@@ -93,8 +93,8 @@ def in_loader(event: Callable[[], None]) -> Fault:
     return fault
 
 
-def small_disk(kilobytes: int) -> Fault:
-    """A disk of this size at ``disk``, seen by this process alone."""
+def small_disk(kilobytes: int, used: int = 0) -> Fault:
+    """A disk of this size, part of it used, at ``disk``; seen by this process alone."""
 
     def fault(_: Calibration, folder: Path) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -106,6 +106,7 @@ def small_disk(kilobytes: int) -> Fault:
         options = f"size={kilobytes}k".encode()
         mounted = libc.mount(b"none", str(folder / "disk").encode(), b"tmpfs", 0, options)
         assert mounted == 0, os.strerror(ctypes.get_errno())
+        (folder / "disk" / "other").write_bytes(bytes(1024 * used))
 
     return fault
 
@@ -201,7 +202,7 @@ def test_a_loader_that_fails_names_the_task(
 
 
 def test_a_disk_that_is_full_from_the_beginning_is_an_error_before_long_work(tmp_path: Path) -> None:
-    code, messages = merge(tmp_path, small_disk(4), save_statistics=str(tmp_path / "disk" / "s"))
+    code, messages = merge(tmp_path, small_disk(8, used=8), save_statistics=str(tmp_path / "disk" / "s"))
     assert code == 1
     assert f"No space left on device: '{tmp_path}/disk/s/statistics.json'" in messages
     assert "forwards" not in messages

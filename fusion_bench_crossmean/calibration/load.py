@@ -22,7 +22,7 @@ from fusion_bench_crossmean.calibration.text import TextPoolSource
 
 #: Inputs per task that are looked at before and after everything else.
 NUM_PROBES = 4
-#: What a user's dataset may raise for an input that is not as it thinks, or torch for a process of its loader that dies.
+#: What a user's dataset may raise for an input that is not as it thinks, or torch for a process that dies.
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, OSError, EOFError, ArithmeticError, RuntimeError)
 #: Seconds from a broken connection to the signal that says why.
 DEATH_NOTICE = 0.5

@@ -182,7 +182,7 @@ class LayerSolver(CalibratedAlgorithm):
             if material.companions is not None:
                 material.companions.write(self.report)
         except OSError as error:
-            log.error("The report could not be written: %s. The merged model is as it should be.", error)  # noqa: TRY400
+            log.error("The report could not be written: %s. The merged model is as it should be.", error)
 
     def _merged_dtype(self, material: Material) -> torch.dtype:
         return getattr(torch, self.dtype) if self.dtype else material.experts.template_dtype or torch.float32
