@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -53,7 +54,7 @@ class Checkpoint:
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             with contextlib.ExitStack() as stack:  # the lock is given back if something goes wrong
-                take(stack.enter_context((self.folder / LOCK).open("w")), self.folder)
+                take(stack.enter_context(open_own(self.folder / LOCK)), self.folder)
                 for pattern in HALF_WRITTEN:
                     for left in self.folder.glob(pattern):
                         left.unlink()
@@ -160,6 +161,15 @@ class Checkpoint:
     def _path(self, index: int) -> Path:
         assert self.folder is not None
         return self.folder / f"group-{index:04d}.safetensors"
+
+
+def open_own(path: Path) -> TextIO:
+    """A file opened to write, its content as it was.
+
+    Raises:
+        OSError: it is a link, which may lead anywhere.
+    """
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644), "w")
 
 
 def take(file: TextIO, folder: Path) -> None:

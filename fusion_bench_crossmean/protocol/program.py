@@ -95,8 +95,8 @@ class ProtocolProgram(LightningFabricMixin, BaseHydraProgram):
             title=recipe_["title"],
             baseline=recipe_["baseline"],
             outputs=recipe_["outputs"],
-            pool=pool.replace("/", "-"),
-            folder=Path(results) / recipe_["name"],
+            pool=as_file_name(pool, "pool"),
+            folder=Path(results) / as_file_name(recipe_["name"], "recipe.name"),
             cells=Path(results) / "cells",
             build=self.build,
             task_sets=plain(task_sets),
@@ -142,3 +142,19 @@ def several(value: Any) -> list[Any]:
 def plain(value: Any) -> Any:
     """A config as plain containers."""
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def as_file_name(text: str, setting: str) -> str:
+    """A name as one part of a path; its slashes become dashes.
+
+    Raises:
+        ValueError: it would lead elsewhere.
+
+    Example:
+        >>> as_file_name("CLIPVisionModelPool/mine", "pool")
+        'CLIPVisionModelPool-mine'
+    """
+    name = str(text).replace("/", "-")
+    if name in ("", ".", "..") or "\0" in name:
+        raise ValueError(f"{setting} must be a file name, not {text!r}.")
+    return name
