@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import logging
 import os
 import time
@@ -19,14 +18,14 @@ from types import TracebackType
 from typing import Any, TextIO
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor
 
 from fusion_bench_crossmean.fingerprint import hash_tensors
 from fusion_bench_crossmean.messages import differing
-from fusion_bench_crossmean.report import as_json, written_whole
+from fusion_bench_crossmean.report import as_json
 from fusion_bench_crossmean.schedule import Schedule
+from fusion_bench_crossmean.sealed import DamagedError, read_record, read_tensors, write_record, write_tensors
 
 log = logging.getLogger(__name__)
 
@@ -76,15 +75,17 @@ class Checkpoint:
             return
         self._identity = as_json(identity)
         path = self.folder / MANIFEST
-        if not path.exists():
-            if found := sorted(self.folder.glob(GROUP_FILES)):
-                raise ValueError(f"{self.folder} has {found[0].name} but no {MANIFEST}: choose another checkpoint_dir.")
-            return
         try:
-            manifest = json.loads(path.read_text(encoding="utf-8"))
-            there, self._course = manifest["identity"], manifest["course"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is damaged ({error}). Remove the folder to begin anew.") from error
+            manifest = read_record(path)
+        except FileNotFoundError:
+            if found := sorted(self.folder.glob(GROUP_FILES)):
+                raise ValueError(
+                    f"{self.folder} has {found[0].name} but no {MANIFEST}: choose another checkpoint_dir."
+                ) from None
+            return
+        except DamagedError as error:
+            raise ValueError(f"{error} Remove the folder to begin anew.") from error
+        there, self._course = manifest["identity"], manifest["course"]
         if differences := differing(there, self._identity):
             raise ValueError(
                 f"checkpoint_dir {str(self.folder)!r} holds another merge: {differences}. Choose another folder, or "
@@ -103,8 +104,7 @@ class Checkpoint:
         if not self._course:
             self._course = {"threads": torch.get_num_threads(), "schedule": asdict(choose())}
             manifest = {"identity": self._identity, "course": self._course}
-            with written_whole(self.folder / MANIFEST) as temporary:
-                temporary.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+            write_record(self.folder / MANIFEST, manifest)
         return Schedule(**self._course["schedule"])
 
     def load(self, index: int, name: str, like: Tensor) -> tuple[Tensor, dict[str, Any]] | None:
@@ -118,14 +118,12 @@ class Checkpoint:
         if self.folder is None or not (path := self._path(index)).exists():
             return None
         try:
-            with safe_open(path, framework="pt") as file:
-                notes, weight = file.metadata(), file.get_tensor("weight")
-            record = json.loads(notes["record"])
-            is_own = record["name"] == name and weight.shape == like.shape and weight.dtype == like.dtype
-            if not is_own or notes["weight"] != hash_tensors({"weight": weight}):
-                raise ValueError(f"it is not what was stored for layer group {name}")
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-            log.warning("%s is damaged (%s) and is made again.", path, error)
+            tensors, notes = read_tensors(path)
+            weight, record = tensors["weight"], notes["record"]
+            if record["name"] != name or weight.shape != like.shape or weight.dtype != like.dtype:
+                raise DamagedError(f"{path} is not what was stored for layer group {name}.")
+        except DamagedError as error:
+            log.warning("%s It is made again.", error)
             return None
         return weight, record
 
@@ -140,15 +138,9 @@ class Checkpoint:
         """
         if self.folder is None:
             return
-        tensors = {"weight": weight.contiguous()}
-        notes = {
-            "record": json.dumps(record),
-            "weight": hash_tensors(tensors),
-            "statistics": hash_tensors(statistics),
-        }
+        notes = {"record": record, "statistics": hash_tensors(statistics)}
         try:
-            with written_whole(self._path(index)) as temporary:
-                save_file(tensors, temporary, metadata=notes)
+            write_tensors(self._path(index), {"weight": weight}, notes)
         except (OSError, SafetensorError) as error:
             log.warning(
                 "The checkpoint in %s ends before layer group %s: %s. The merge goes on without it.",

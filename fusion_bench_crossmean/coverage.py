@@ -99,7 +99,7 @@ def linear_layers(network: nn.Module) -> list[str]:
     """Names of all linear layers, those inside fused attentions included (of these, self-attentions only)."""
     found: list[str] = []
     for name, module in network.named_modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and module.in_features and module.out_features:
             found.append(name)
         elif type(module) is nn.MultiheadAttention and module.in_proj_weight is not None:
             found.append(f"{name}.{INPUT_PROJECTION}".lstrip("."))

@@ -10,7 +10,7 @@ from torch import nn
 
 from fusion_bench_crossmean.coverage import tied_parameters
 from fusion_bench_crossmean.messages import shorten
-from fusion_bench_crossmean.weights import is_finite
+from fusion_bench_crossmean.weights import is_finite, unusual
 
 #: Entries of a transformers config that change what the same weights compute.
 FUNCTIONAL_CONFIG = ("hidden_act", "num_attention_heads", "layer_norm_eps")
@@ -40,6 +40,11 @@ def check_expert(name: str, expert: nn.Module, reference: tuple[str, nn.Module] 
         raise TypeError(
             f"Loading expert {name!r} gave a {type(expert).__name__}, not a torch module. "
             f"Check the entry modelpool.models.{name}."
+        )
+    tensors = dict(expert.named_parameters()) | dict(expert.named_buffers())
+    if odd := [f"{key!r} is {what}" for key, tensor in tensors.items() if (what := unusual(tensor))]:
+        raise ValueError(
+            f"Expert {name!r} has tensors that cannot be merged: {', '.join(odd[:4])} ({len(odd)} in all)."
         )
     if adapters := [key for key, module in expert.named_modules() if is_adapter(module)]:
         raise ValueError(

@@ -6,21 +6,19 @@ forward. What was measured on a merged prefix belongs to that one merge; it is k
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor
 
 from fusion_bench_crossmean.coverage import LayerGroup
-from fusion_bench_crossmean.fingerprint import hash_tensors
 from fusion_bench_crossmean.messages import differing, shorten
 from fusion_bench_crossmean.paired_statistics import PairedStatistics, of_gram
-from fusion_bench_crossmean.report import as_json, written_whole
+from fusion_bench_crossmean.report import as_json
+from fusion_bench_crossmean.sealed import DamagedError, read_record, read_tensors, write_record, write_tensors
 
 log = logging.getLogger(__name__)
 
@@ -50,11 +48,12 @@ class KeptStatistics:
         self.folder = folder
         self.complaints: list[str] = []
         self._tasks: list[str] = []
+        self._groups: list[str] = []
 
     def __bool__(self) -> bool:
         return self.folder is not None
 
-    def begin(self, identity: Mapping[str, Any], tasks: Sequence[str], groups: Iterable[LayerGroup]) -> None:
+    def begin(self, identity: Mapping[str, Any], tasks: Sequence[str], groups: Sequence[LayerGroup]) -> None:
         """Writes down what the statistics depend on.
 
         Args:
@@ -68,19 +67,24 @@ class KeptStatistics:
         if self.folder is None:
             return
         self._tasks = list(tasks)
+        self._groups = [group.name for group in groups]
         own = as_json({"identity": identity, "tasks": tasks, "groups": [group.names for group in groups]})
         path = self.folder / MANIFEST
-        if path.exists():
-            if differences := differing(read_manifest(path), own):
-                raise ValueError(
-                    f"save_statistics {str(self.folder)!r} holds those of another merge: {differences}. Choose "
-                    "another folder, or remove this one."
-                )
-        elif found := sorted(self.folder.glob("*.safetensors")):
-            raise ValueError(f"{self.folder} has {found[0].name} but no {MANIFEST}: choose another save_statistics.")
-        else:
-            with written_whole(path) as temporary:
-                temporary.write_text(json.dumps(own) + "\n", encoding="utf-8")
+        try:
+            there = read_record(path)
+        except FileNotFoundError:
+            if found := sorted(self.folder.glob("*.safetensors")):
+                message = f"{self.folder} has {found[0].name} but no {MANIFEST}: choose another save_statistics."
+                raise ValueError(message) from None
+            write_record(path, own)
+            return
+        except DamagedError as error:
+            raise ValueError(f"{error} Remove the folder, or choose another save_statistics.") from error
+        if differences := differing(there, own):
+            raise ValueError(
+                f"save_statistics {str(self.folder)!r} holds those of another merge: {differences}. Choose another "
+                "folder, or remove this one."
+            )
 
     def holds(self, group: int) -> bool:
         """Whether all statistics of a group are there, or none are kept at all."""
@@ -94,20 +98,18 @@ class KeptStatistics:
         tensors = {"gram": sums.gram}
         if sums.bilinear is not None and sums.bilinear is not sums.gram:
             tensors["bilinear"] = sums.bilinear
-        notes = {"rows": str(sums.rows), "right_energy": repr(sums.right_energy)}
+        notes = {"group": self._groups[group], "task": task, "rows": sums.rows, "right_energy": sums.right_energy}
         self._write(sums_path(self.folder, group, self._tasks.index(task)), tensors, notes)
 
     def keep_beside(self, measured: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Keeps what a method measured before the walk, task -> name -> tensor."""
         for task, tensors in measured.items():
             if self.folder is not None:
-                self._write(side_path(self.folder, self._tasks.index(task)), tensors, {})
+                self._write(side_path(self.folder, self._tasks.index(task)), tensors, {"task": task})
 
-    def _write(self, path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, str]) -> None:
-        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    def _write(self, path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, Any]) -> None:
         try:
-            with written_whole(path) as temporary:
-                save_file(whole, temporary, metadata={**notes, "hash": hash_tensors(whole)})
+            write_tensors(path, tensors, notes)
         except (OSError, SafetensorError) as error:
             self.complaints.append(f"The statistics in {self.folder} are not complete: {error}.")
             log.warning("%s The merge goes on without them.", self.complaints[-1])
@@ -126,18 +128,18 @@ class StoredStatistics:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        path = folder / MANIFEST
-        if not path.exists():
-            raise ValueError(f"load_statistics {str(folder)!r} has no {MANIFEST}. Make it by save_statistics.")
-        manifest = read_manifest(path)
         try:
-            self.identity: dict[str, Any] = manifest["identity"]
-            self.tasks: list[str] = manifest["tasks"]
-            self.groups = [LayerGroup(tuple(names)) for names in manifest["groups"]]
-            points, self.indices = self.identity["path_points"], self.identity["calibration_indices"]
-            self.method, self.hashes = self.identity["method"], self.identity["experts"]
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{path} is damaged: {error!r} is missing. Make it anew by save_statistics.") from error
+            manifest = read_record(folder / MANIFEST)
+        except FileNotFoundError:
+            message = f"load_statistics {str(folder)!r} has no {MANIFEST}. Make it by save_statistics."
+            raise ValueError(message) from None
+        except DamagedError as error:
+            raise ValueError(f"{error} Make it anew by save_statistics.") from error
+        self.identity: dict[str, Any] = manifest["identity"]
+        self.tasks: list[str] = manifest["tasks"]
+        self.groups = [LayerGroup(tuple(names)) for names in manifest["groups"]]
+        points, self.indices = self.identity["path_points"], self.identity["calibration_indices"]
+        self.method, self.hashes = self.identity["method"], self.identity["experts"]
         if tuple(points) != EXPERTS_ALONE:
             raise ValueError(
                 f"The statistics in {folder} are {self.method}'s, measured on its merged prefix: they belong to that "
@@ -190,48 +192,28 @@ class StoredStatistics:
             weight: W, shape (out, in), for the product; its device is where the sums go.
 
         Raises:
-            ValueError: the file is damaged, or does not fit the weight.
+            ValueError: the file is damaged, or another's.
         """
         path = sums_path(self.folder, group, self.tasks.index(task))
-        tensors, notes = read_whole(path)
-        gram = tensors.get("gram")
-        width = weight.shape[1]
-        if gram is None or tuple(gram.shape) != (width, width):
-            raise ValueError(f"{path} does not fit a layer of {width} inputs. Make it anew by save_statistics.")
-        return of_gram(gram.to(weight.device), float(notes["right_energy"]), int(notes["rows"]), weight)
+        tensors, notes = read_own(path, {"group": self.groups[group].name, "task": task})
+        return of_gram(tensors["gram"].to(weight.device), notes["right_energy"], notes["rows"], weight)
 
     def beside(self, tasks: Iterable[str]) -> dict[str, dict[str, Tensor]]:
         """What was measured before the walk, task -> name -> tensor; tasks of which there is nothing are left out."""
         paths = {task: side_path(self.folder, self.tasks.index(task)) for task in tasks}
-        return {task: read_whole(path)[0] for task, path in paths.items() if path.exists()}
+        return {task: read_own(path, {"task": task})[0] for task, path in paths.items() if path.exists()}
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """Its content.
-
-    Raises:
-        ValueError: it is damaged.
-    """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}). Remove the folder and make it anew.") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} is damaged. Remove the folder and make it anew.")
-    return found
-
-
-def read_whole(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and notes of a file.
+def read_own(path: Path, expected: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and notes of a file that is of what is `expected`.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: it is damaged, or of something else.
     """
     try:
-        with safe_open(path, framework="pt") as file:
-            notes, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}
-        if notes.get("hash") != hash_tensors(tensors):
-            raise ValueError("its content has changed")
-    except (OSError, SafetensorError, ValueError) as error:
-        raise ValueError(f"{path} is damaged ({error}). Remove it, and give the merge's command again.") from error
+        tensors, notes = read_tensors(path)
+    except DamagedError as error:
+        raise ValueError(f"{error} Remove it, and give the merge's command again.") from error
+    if differences := differing({key: notes.get(key) for key in expected}, expected):
+        raise ValueError(f"{path} is not the file that belongs there: {differences}. Make it anew by save_statistics.")
     return tensors, notes

@@ -130,9 +130,9 @@ def check_writable(path: Path) -> None:
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a folder")
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.stem}.", suffix=path.suffix):  # as it will be
             pass
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise OSError(f"The output {str(path)!r} cannot be written: {error}. Choose another path.") from error
 
 

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
@@ -23,6 +24,25 @@ log = logging.getLogger(__name__)
 
 #: The tensors of one expert by name; a look-up may read from disk.
 Weights = Mapping[str, Tensor]
+
+
+#: Floating-point types that experts and inputs may have.
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def unusual(tensor: Tensor) -> str:
+    """What keeps a tensor from being computed with here, in words; empty for a plain one."""
+    if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+        return "a tensor without a shape (of a lazy layer that has never run)"
+    if tensor.is_quantized:
+        return "a quantized tensor"
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return f"a tensor of layout {str(tensor.layout).removeprefix('torch.')}"
+    if tensor.device.type == "meta":
+        return "a tensor without values (on the meta device)"
+    if tensor.is_complex() or (tensor.is_floating_point() and tensor.dtype not in FLOATING):
+        return f"a tensor of {str(tensor.dtype).removeprefix('torch.')}"
+    return ""
 
 
 def tensors_of(network: nn.Module) -> dict[str, Tensor]:
@@ -142,6 +162,9 @@ def hollow(network: nn.Module, fill: Callable[[Tensor], Tensor]) -> nn.Module:
     """A copy of `network` whose floating-point parameters and persistent buffers are made by `fill`.
 
     Nothing large is copied. Parameters stay parameters and tied ones stay tied.
+
+    Raises:
+        TypeError: it holds something that cannot be copied.
     """
     memo: dict[int, Any] = {}
     for tensor in tensors_of(network).values():
@@ -149,7 +172,14 @@ def hollow(network: nn.Module, fill: Callable[[Tensor], Tensor]) -> nn.Module:
             made = fill(tensor.detach())
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
-    return copy.deepcopy(network, memo)
+    try:
+        return copy.deepcopy(network, memo)
+    except Exception as error:  # of whatever a module has for attributes
+        raise TypeError(
+            f"A {type(network).__name__} cannot be copied: {type(error).__name__}: {error} Take out what it holds "
+            "besides tensors and settings; bake weight norms and pruning into the weights first, with "
+            "remove_weight_norm() or torch.nn.utils.prune.remove()."
+        ) from error
 
 
 def placeholder(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

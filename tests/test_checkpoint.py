@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from pico import pico_calibration, pico_experts
 from torch import Tensor
 
-from fusion_bench_crossmean import CrossMeanAlgorithm, LOTCrossMeanAlgorithm, RegMeanAlgorithm, checkpoint
+from fusion_bench_crossmean import CrossMeanAlgorithm, LOTCrossMeanAlgorithm, RegMeanAlgorithm, checkpoint, sealed
 from fusion_bench_crossmean.checkpoint import Checkpoint
 from fusion_bench_crossmean.linear_system import LinearSystem
 from fusion_bench_crossmean.memory import GIB, MemoryUse
@@ -164,7 +164,7 @@ def test_a_damaged_group_is_made_again(
     damage(tmp_path / "group-0003.safetensors")
     check_same(run(tmp_path), whole)
     assert len(solved) == 1
-    assert "group-0003.safetensors is damaged" in caplog.text
+    assert re.search(r"group-0003\.safetensors is (damaged|not what was stored for layer group)", caplog.text)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"identity": {}}'])
@@ -201,7 +201,7 @@ def test_a_full_disk_ends_the_checkpoint_and_not_the_merge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = run(None)
-    save, calls = checkpoint.save_file, []
+    save, calls = sealed.save_file, []
 
     def failing(*arguments: Any, **options: Any) -> None:
         calls.append(arguments)
@@ -209,7 +209,7 @@ def test_a_full_disk_ends_the_checkpoint_and_not_the_merge(
             raise OSError(28, "No space left on device")
         save(*arguments, **options)
 
-    monkeypatch.setattr(checkpoint, "save_file", failing)
+    monkeypatch.setattr(sealed, "save_file", failing)
     check_same(run(tmp_path), whole)
     assert "ends before layer group" in caplog.text
     assert "No space left on device" in caplog.text
@@ -226,10 +226,10 @@ def test_threads_and_schedule_are_those_of_the_run_before(
         stop_after(2, patch)
         with pytest.raises(Stopped):
             run(tmp_path)
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    manifest = sealed.read_record(tmp_path / "manifest.json")
     assert manifest["course"] == {"threads": 1, "schedule": vars(Schedule("paused"))}
     manifest["course"]["threads"] = 2
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    sealed.write_record(tmp_path / "manifest.json", manifest)
     seen = []
     store = Checkpoint.store
     monkeypatch.setattr(

@@ -24,7 +24,7 @@ from pico import pico_calibration, pico_experts
 from safetensors.torch import save
 from torch import Tensor
 
-from fusion_bench_crossmean import CrossMeanAlgorithm, checkpoint
+from fusion_bench_crossmean import CrossMeanAlgorithm, sealed
 from fusion_bench_crossmean.checkpoint import Checkpoint
 from fusion_bench_crossmean.linear_system import LinearSystem
 
@@ -154,7 +154,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         *((at_call(count, Checkpoint, "store", kill), count) for count in (0, 1, 4, NUM_GROUPS - 1)),
         *((at_call(count, LinearSystem, "add_task", kill), count // NUM_TASKS) for count in (0, 2, 10)),
         *((at_call(count, LinearSystem, "solve", kill), count) for count in (0, 5)),
-        *((at_call(count, checkpoint, "save_file", tear), count) for count in (0, 4)),
+        *((at_call(count, sealed, "save_file", tear), count) for count in (0, 4)),
     ],
 )
 def test_a_killed_merge_goes_on_to_the_same_bits(

@@ -19,7 +19,7 @@ from fusion_bench_crossmean import (
     LOTAlgorithm,
     ProgressiveRegMeanAlgorithm,
     RegMeanAlgorithm,
-    kept_statistics,
+    sealed,
 )
 from fusion_bench_crossmean.kept_statistics import MANIFEST
 from fusion_bench_crossmean.messages import differences, differing
@@ -187,7 +187,7 @@ def test_a_full_disk_costs_the_statistics_and_not_the_merge(tmp_path: Path, monk
     def failing(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(kept_statistics, "save_file", failing)
+    monkeypatch.setattr(sealed, "save_file", failing)
     found, report = run(save_statistics=str(tmp_path))
     monkeypatch.undo()
     check_equal(run()[0], found)

@@ -371,7 +371,7 @@ def test_modes_are_as_before_after_a_forward_that_fails_inside_one() -> None:
         raise OSError(text)
 
     before = modes()
-    with pytest.raises(OSError, match="inside"), walker_on(Scripted(script), "a") as walker:
+    with pytest.raises(WalkError, match="OSError: inside"), walker_on(Scripted(script), "a") as walker:
         list(walker)
     assert modes() == before
 
@@ -674,7 +674,7 @@ def leave_by_failing_forward(module: Holding) -> None:
             raise OSError
 
     hook = module.mlp[1].register_forward_hook(fail)
-    with contextlib.suppress(OSError), holding_walk(module) as walker:
+    with contextlib.suppress(WalkError), holding_walk(module) as walker:
         for _ in walker:
             assert module.alive
     assert len(calls) == 3
@@ -821,7 +821,7 @@ def test_the_error_of_a_forward_is_not_hidden_by_the_end_of_the_others() -> None
         except greenlet.GreenletExit:
             raise RuntimeError("clean-up failed") from None
 
-    with pytest.raises(OSError, match="the first reason"), walker_on(Scripted(script), count=3) as walker:
+    with pytest.raises(WalkError, match="OSError: the first reason"), walker_on(Scripted(script), count=3) as walker:
         list(walker)
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusion_bench_crossmean.forwards import WalkError
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -20,6 +22,7 @@ class Batch:
         token_mask: bool, shape (batch, tokens): True where a token counts. None: all count.
         token_dropout: fraction of the tokens left out of every statistic at random; the forward still sees them.
         dropout_seeds: one per input; the same seed drops the same tokens at every layer and in every network.
+        task: whose inputs they are, for messages.
     """
 
     args: tuple[Any, ...] = ()
@@ -27,10 +30,22 @@ class Batch:
     token_mask: Tensor | None = None
     token_dropout: float = 0.0
     dropout_seeds: tuple[int, ...] = ()
+    task: str = ""
 
     def run(self, network: nn.Module) -> Any:
-        """Calls the network."""
-        return network(*self.args, **self.kwargs)
+        """Calls the network.
+
+        Raises:
+            WalkError: it cannot run on these arguments.
+        """
+        try:
+            return network(*self.args, **self.kwargs)
+        except (WalkError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # a model's own code may raise anything
+            raise WalkError(
+                f"The model cannot run on the calibration inputs of task {self.task!r}: {type(error).__name__}: {error}"
+            ) from error
 
     def rows(self, inputs: Tensor) -> Tensor:
         """A layer's inputs of shape (batch, ..., in) as rows (tokens, in), without the tokens that do not count.

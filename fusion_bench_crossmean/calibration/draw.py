@@ -6,6 +6,9 @@ import zlib
 
 import numpy as np
 
+#: Inputs that a dataset may say it has.
+LARGEST = 2**32
+
 
 def draw_indices(task: str, size: int, count: int, seed: int, offset: int = 0) -> list[int]:
     """`count` different indices below `size`, the same for the same task and seed whatever the other tasks are.
@@ -26,6 +29,8 @@ def draw_indices(task: str, size: int, count: int, seed: int, offset: int = 0) -
         >>> sorted(first + second) == list(range(10))
         True
     """
+    if size > LARGEST:
+        raise ValueError(f"Task {task!r} says that it has {size} inputs; that is more than can be drawn from.")
     if offset + count > size:
         raise ValueError(f"Task {task!r} has {size} inputs, {offset + count} were asked for.")
     order = np.random.default_rng([seed, zlib.crc32(task.encode())]).permutation(size)

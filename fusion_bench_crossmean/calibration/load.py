@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
-import traceback
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -18,14 +16,12 @@ from fusion_bench_crossmean.calibration.clip import CLIPPoolSource, OpenCLIPPool
 from fusion_bench_crossmean.calibration.draw import draw_indices
 from fusion_bench_crossmean.calibration.files import FilesSource, WrappingSource
 from fusion_bench_crossmean.calibration.plain import PlainSource
+from fusion_bench_crossmean.calibration.reading import length_of, told
 from fusion_bench_crossmean.calibration.text import TextPoolSource
+from fusion_bench_crossmean.weights import unusual
 
 #: Inputs per task that are looked at before and after everything else.
 NUM_PROBES = 4
-#: What a user's dataset may raise for an input that is not as it thinks, or torch for a process that dies.
-UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, OSError, EOFError, ArithmeticError, RuntimeError)
-#: Seconds from a broken connection to the signal that says why.
-DEATH_NOTICE = 0.5
 
 
 class CalibrationSource(Protocol):
@@ -111,7 +107,8 @@ def open_datasets(source: CalibrationSource, tasks: Sequence[str], num_samples: 
         ValueError: a task without inputs or with fewer than `num_samples`; all offenders are named.
     """
     datasets = {task: source.dataset(task) for task in tasks}
-    if short := {task: len(data) for task, data in datasets.items() if len(data) < num_samples}:
+    lengths = {task: length_of(data, task) for task, data in datasets.items()}
+    if short := {task: length for task, length in lengths.items() if length < num_samples}:
         have = ", ".join(f"task {task!r} has {size}" for task, size in short.items())
         raise ValueError(f"{have} calibration inputs, {num_samples} were asked for. Lower num_calibration_samples.")
     return datasets
@@ -161,7 +158,7 @@ def load_calibration(
         for start, batch in zip(range(0, num_samples, batch_size), told(loader, task), strict=True):
             check_finite(batch, task)
             dropout_seeds = tuple(seeds[start : start + batch_size])
-            batches[task].append(replace(batch, token_dropout=token_dropout, dropout_seeds=dropout_seeds))
+            batches[task].append(replace(batch, token_dropout=token_dropout, dropout_seeds=dropout_seeds, task=task))
     return Calibration(batches, indices)
 
 
@@ -176,37 +173,20 @@ def load_probes(
     probes = {}
     for task, data in datasets.items():
         indices = draw_indices(task, len(data), num_samples, seed)[:NUM_PROBES]
-        (probes[task],) = told((source.collate([data[index] for index in chosen]) for chosen in [indices]), task)
+        (batch,) = told((source.collate([data[index] for index in chosen]) for chosen in [indices]), task)
+        probes[task] = replace(batch, task=task)
         check_finite(probes[task], task)
     return probes
 
 
-def told(loader: Iterable[Batch], task: str) -> Iterator[Batch]:
-    """Batch by batch; what is wrong with an input, or with what reads it, is said together with its task."""
-    try:
-        yield from loader
-    except UNREADABLE as first:
-        error = deeper(first)
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise ValueError(f"The calibration inputs of task {task!r}: {kind}{error}") from error
-
-
-def deeper(error: Exception) -> Exception:
-    """The error, or what is behind it where a process of a loader has died, which torch says a moment later."""
-    try:
-        if isinstance(error, (EOFError, ConnectionError)):
-            time.sleep(DEATH_NOTICE)
-        traceback.clear_frames(error.__traceback__)  # with them the loader ends; nobody will be told any more
-    except RuntimeError as death:
-        return death
-    return error
-
-
 def check_finite(batch: Batch, task: str) -> None:
-    """Raises `ValueError` where an input of `task` holds NaN or infinity."""
+    """Raises `ValueError` where an input of `task` is no plain tensor, or holds NaN or infinity."""
     for tensor in batch.tensors():
+        where = f"The calibration inputs of task {task!r} have"
+        if what := unusual(tensor):
+            raise ValueError(f"{where} {what} of shape {tuple(tensor.shape)}. Give plain tensors.")
         if tensor.is_floating_point() and (bad := int((~tensor.isfinite()).sum())):
             raise ValueError(
-                f"The calibration inputs of task {task!r} have {bad} non-finite values in a tensor of shape "
-                f"{tuple(tensor.shape)}. Clean the data, or take another seed."
+                f"{where} {bad} non-finite values in a tensor of shape {tuple(tensor.shape)}. Clean the data, or take "
+                "another seed."
             )

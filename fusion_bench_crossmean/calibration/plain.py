@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from fusion_bench_crossmean.calibration.batch import Batch
+from fusion_bench_crossmean.calibration.reading import told
 
 LABEL_KEYS = ("label", "labels")
+GIVE = "give a tensor, a dict of tensors, a dataset or a DataLoader."
 
 
 class PlainSource:
@@ -27,27 +29,32 @@ class PlainSource:
     """
 
     def __init__(self, calibration: Mapping[str, Any]) -> None:
+        if not isinstance(calibration, Mapping):
+            kind = type(calibration).__name__
+            raise TypeError(f"calibration must be a dict of task -> inputs, not a {kind}.")
         self.calibration = calibration
 
     def dataset(self, task: str) -> Any:
         if task not in self.calibration:
             have = ", ".join(map(repr, self.calibration)) or "none"
             raise ValueError(f"There are no calibration inputs for task {task!r}; there are for {have}.")
-        data = self.calibration[task]
+        data, where = self.calibration[task], f"The calibration inputs of task {task!r}"
         if isinstance(data, np.ndarray):
-            return torch.from_numpy(data)
+            if data.dtype.kind not in "fiub":
+                raise TypeError(f"{where} are an array of {data.dtype}; {GIVE}")
+            return torch.from_numpy(np.ascontiguousarray(data.astype(data.dtype.newbyteorder("="), copy=False)))
         if isinstance(data, Tensor):
             return data
         if isinstance(data, Mapping):
-            return DictOfTensors(data)
+            (rows,) = told(map(DictOfTensors, [data]), task)
+            return rows
+        if isinstance(data, (str, bytes, type)):
+            raise TypeError(f"{where} are {repr(data)[:80]}; {GIVE}")
         if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
             return data
         if isinstance(data, Iterable):
-            return [item for batch in data for item in split_batch(batch)]
-        raise TypeError(
-            f"The calibration inputs of task {task!r} are a {type(data).__name__}; give a tensor, a dict of tensors, "
-            "a dataset or a DataLoader."
-        )
+            return [item for items in told(map(split_batch, data), task) for item in items]
+        raise TypeError(f"{where} are a {type(data).__name__}; {GIVE}")
 
     def collate(self, items: Sequence[Any]) -> Batch:
         if isinstance(items[0], Mapping):
@@ -68,6 +75,8 @@ class DictOfTensors:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        if bad := [key for key, value in tensors.items() if not has_rows(value)]:
+            raise ValueError(f"the values of {', '.join(map(repr, bad))} are no tensors with an axis for the inputs.")
         lengths = {key: len(tensor) for key, tensor in tensors.items()}
         if len(set(lengths.values())) != 1:
             raise ValueError(f"The tensors of one task must have one length, not {lengths}.")
@@ -79,6 +88,11 @@ class DictOfTensors:
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {key: tensor[index] for key, tensor in self.tensors.items()}
+
+
+def has_rows(value: Any) -> bool:
+    """Whether it has a first axis."""
+    return bool(value.ndim) if isinstance(value, (Tensor, np.ndarray)) else isinstance(value, (list, tuple))
 
 
 def first(item: Any) -> Tensor:

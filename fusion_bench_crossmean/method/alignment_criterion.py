@@ -67,9 +67,10 @@ class AlignmentCriterionAnalyzer(CalibratedAlgorithm):
     def _announce(self, criterion: Criterion) -> None:
         log.info("Alignment criterion by depth, means over the experts:\n%s", summary(criterion))
         log.info(self.report["advice"])
-        if (path := self.output_path()) is not None:
-            write_json(path, self.report)
-            plot_alignment(criterion, path.with_suffix(".png"))
+        with self.outliving_outputs():
+            if (path := self.output_path()) is not None:
+                write_json(path, self.report)
+                plot_alignment(criterion, path.with_suffix(".png"))
 
 
 def as_record(criterion: Criterion) -> dict[str, Any]:

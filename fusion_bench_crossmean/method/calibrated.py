@@ -24,12 +24,14 @@ from fusion_bench_crossmean.method.material import Material
 from fusion_bench_crossmean.method.outputs import check_outputs, report_path, saved_at
 from fusion_bench_crossmean.method.publishing import Companions
 from fusion_bench_crossmean.method.running import Running
-from fusion_bench_crossmean.method.settings import check_choice, check_flag, check_integer, check_number
+from fusion_bench_crossmean.method.settings import check_choice, check_flag, check_integer, check_number, check_path
 
 log = logging.getLogger(__name__)
 
 #: Inputs per task under FusionBench's ``fast_dev_run=true``.
 FAST_DEV_SAMPLES = 8
+#: In GiB.
+LARGEST_MEMORY = 2**30
 #: What FusionBench sends along with the settings.
 BOOKKEEPING = ("_usage_", "_version_", "_recursive_")
 
@@ -128,8 +130,9 @@ class CalibratedAlgorithm(Running, BaseAlgorithm):
                 "stay where they are."
             )
         if max_memory_gib is not None:
-            check_number("max_memory_gib", max_memory_gib, 0)
+            check_number("max_memory_gib", max_memory_gib, 0, LARGEST_MEMORY)
         check_flag("preflight_only", preflight_only)
+        self.report_path = check_path("report_path", report_path)
         #: The last run's report, as written.
         self.report: dict[str, Any] = {}
 
@@ -187,7 +190,7 @@ class CalibratedAlgorithm(Running, BaseAlgorithm):
             yield Material(experts, layers, calibration, 0, {}, companions, stored.beside(tasks))
 
     def _check_pool(self, modelpool: BaseModelPool) -> None:
-        check_outputs(self.output_path(), self.saved_path())
+        check_outputs(self.output_path(), self.saved_path(), self.written_folders())
         if not (tasks := modelpool.model_names):
             raise ValueError(NO_EXPERTS)
         if self.needs_pretrained and not modelpool.has_pretrained:
@@ -221,6 +224,10 @@ class CalibratedAlgorithm(Running, BaseAlgorithm):
     def saved_path(self) -> Path | None:
         """Where FusionBench is going to save the merged model; None: nowhere."""
         return saved_at(getattr(self._program, "merged_model_save_path", None), self.log_dir)
+
+    def written_folders(self) -> dict[str, str]:
+        """Setting -> folder that a run is going to write to."""
+        return {}
 
     def output_path(self) -> Path | None:
         """Where the report goes; None: nowhere."""

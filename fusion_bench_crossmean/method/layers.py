@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from fusion_bench_crossmean.coverage import LayerGroup
 from fusion_bench_crossmean.fingerprint import hash_tensors
-from fusion_bench_crossmean.kept_statistics import EXPERTS_ALONE
 from fusion_bench_crossmean.linear_system import LinearSystem
 from fusion_bench_crossmean.method.calibrated import CalibratedAlgorithm
 from fusion_bench_crossmean.method.material import Beside, Material, closing
 from fusion_bench_crossmean.method.records import TaskRecord, layer_record, summary, warnings_of
-from fusion_bench_crossmean.method.settings import check_choice, check_flag, check_number
+from fusion_bench_crossmean.method.settings import check_choice, check_flag, check_number, check_path
 from fusion_bench_crossmean.networks import Networks
 from fusion_bench_crossmean.paired_statistics import InputPair, PairedStatistics
 from fusion_bench_crossmean.preflight import duplicates
@@ -28,6 +27,8 @@ from fusion_bench_crossmean.weights import tensors_of
 
 log = logging.getLogger(__name__)
 
+#: Largest relative ridge and weight of a task: beyond, sums overflow.
+LARGEST_FACTOR = 1e6
 #: What is given a task, its target of shape (out, in) and its factor, and adds its statistics to a system.
 AddTask = Callable[[str, Tensor, float], PairedStatistics]
 
@@ -50,6 +51,8 @@ class LayerSolver(CalibratedAlgorithm):
         kwargs: see `CalibratedAlgorithm`.
     """
 
+    #: Whether statistics depend on nothing that was merged, hence can be used again.
+    measures_experts_alone = False
     #: How a layer's weight is solved for.
     system: type[LinearSystem] = LinearSystem
 
@@ -78,13 +81,18 @@ class LayerSolver(CalibratedAlgorithm):
     ) -> None:
         super().__init__(**kwargs)
         check_number("reduce_non_diagonal_ratio", reduce_non_diagonal_ratio, 0, 1)
-        check_number("relative_ridge", relative_ridge, 0)
+        check_number("relative_ridge", relative_ridge, 0, LARGEST_FACTOR)
         check_choice("task_weighting", task_weighting, ("sum", "mean"))
         check_flag("strict", strict)
+        self.checkpoint_dir = check_path("checkpoint_dir", checkpoint_dir)
+        self.save_statistics = check_path("save_statistics", save_statistics)
+        self.load_statistics = check_path("load_statistics", load_statistics)
         self._check_statistics()
+        if task_weights is not None and not isinstance(task_weights, Mapping):
+            raise ValueError(f"task_weights must be task -> factor, {{mnist: 2.0}}, not {task_weights!r}.")
         self.task_weights = dict(task_weights or {})
         for task, weight in self.task_weights.items():
-            check_number(f"task_weights.{task}", weight, 0)
+            check_number(f"task_weights.{task}", weight, 0, LARGEST_FACTOR)
         self.dtype = None if dtype is None else str(dtype).removeprefix("torch.")
         named = None if self.dtype is None else getattr(torch, self.dtype, None)
         if self.dtype is not None and not (isinstance(named, torch.dtype) and named.is_floating_point):
@@ -174,15 +182,17 @@ class LayerSolver(CalibratedAlgorithm):
             self._write_report(material)
         return merged
 
+    def written_folders(self) -> dict[str, str]:
+        folders = {"checkpoint_dir": self.checkpoint_dir, "save_statistics": self.save_statistics}
+        return {setting: folder for setting, folder in folders.items() if folder}
+
     def _write_report(self, material: Material) -> None:
         """Writes the report and what is published with the model; where that fails, the model is not lost for it."""
-        try:
+        with self.outliving_outputs():
             if (path := self.output_path()) is not None:
                 write_json(path, self.report)
             if material.companions is not None:
                 material.companions.write(self.report)
-        except OSError as error:
-            log.error("The report could not be written: %s. The merged model is as it should be.", error)
 
     def _merged_dtype(self, material: Material) -> torch.dtype:
         return getattr(torch, self.dtype) if self.dtype else material.experts.template_dtype or torch.float32
@@ -195,7 +205,7 @@ class LayerSolver(CalibratedAlgorithm):
     def _check_statistics(self) -> None:
         if self.load_statistics is None:
             return
-        if self.network_points != EXPERTS_ALONE:
+        if not self.measures_experts_alone:
             raise ValueError(
                 f"{self.method_name} cannot take load_statistics: it measures every layer on the prefix merged so far, "
                 "which other settings change. RegMean and LOT, which measure experts alone, can."

@@ -98,10 +98,17 @@ def as_pool(modelpool: BaseModelPool | Mapping[str, nn.Module]) -> BaseModelPool
     """
     if isinstance(modelpool, BaseModelPool):
         return modelpool
+    if isinstance(modelpool, Mapping) and (odd := [name for name in modelpool if not is_name(name)]):
+        raise TypeError(f"Names of models must be text, not {', '.join(map(repr, odd))}.")
     if not isinstance(modelpool, Mapping):
         kind = type(modelpool).__name__
         raise TypeError(f"modelpool must be a FusionBench pool or a dict of task -> module, not a {kind}.")
     return BaseModelPool(dict(modelpool))
+
+
+def is_name(name: object) -> bool:
+    """Whether it is text that can be written down (a lone surrogate cannot)."""
+    return isinstance(name, str) and not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
 def hashes_of(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from fusion_bench_crossmean.report import check_writable, unused
@@ -32,9 +36,29 @@ def saved_at(setting: str | None, log_dir: str | Path | None) -> Path | None:
     return None if setting is None else Path(setting.format(log_dir=log_dir))
 
 
-def check_outputs(report: Path | None, saved: Path | None) -> None:
-    """Raises `OSError` where the report, or the model that FusionBench is going to save, cannot be written."""
+def check_outputs(report: Path | None, saved: Path | None, folders: Mapping[str, str]) -> None:
+    """Raises `OSError` for what cannot be written.
+
+    Args:
+        report: its path.
+        saved: where FusionBench is going to save the model.
+        folders: setting -> folder that is going to be written to.
+    """
     if report is not None:
         check_writable(report)
     if saved is not None:
         check_writable(saved.parent / "merged_model")  # a file or a folder, as the pool saves
+    for setting, folder in folders.items():
+        check_folder(setting, Path(folder))
+
+
+def check_folder(setting: str, folder: Path) -> None:
+    """Raises `OSError` unless files can be made in a folder, which need not exist yet; leaves nothing behind."""
+    try:
+        there = next(parent for parent in (folder, *folder.absolute().parents) if os.path.lexists(parent))
+        with tempfile.TemporaryFile(dir=there):
+            pass
+        with contextlib.suppress(FileNotFoundError):  # it is going to be made; a name that is too long is another error
+            (folder / "x").stat()
+    except OSError as error:
+        raise OSError(f"{setting} {str(folder)!r} cannot be used: {error}. Choose another folder.") from error

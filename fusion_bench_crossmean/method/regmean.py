@@ -13,6 +13,8 @@ class RegMeanAlgorithm(LayerwiseMerge):
     References: Dataless knowledge fusion by merging weights of language models (Jin et al., 2023).
     """
 
+    measures_experts_alone = True
+
     @property
     def network_points(self) -> tuple[float, ...]:
         return (1.0,)

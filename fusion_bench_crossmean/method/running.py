@@ -174,8 +174,17 @@ class Running(LightningFabricMixin, SimpleProfilerMixin):
                 log.info(line)
             for line in found["warnings"]:
                 log.warning(line)
-            if (path := self.output_path()) is not None:
-                write_json(path, self.report)
+            with self.outliving_outputs():
+                if (path := self.output_path()) is not None:
+                    write_json(path, self.report)
+
+    @contextlib.contextmanager
+    def outliving_outputs(self) -> Iterator[None]:
+        """What cannot be written inside the block, at the end of long work, is said; the result is not lost for it."""
+        try:
+            yield
+        except OSError as error:
+            log.error("Not everything could be written: %s. The result is as it should be.", error)
 
     def _is_rank_zero(self) -> bool:
         return self._fabric_instance is None or self._fabric_instance.is_global_zero

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """Raises `ValueError` unless `value` is one of `choices`."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}.")
 
 
@@ -20,9 +21,21 @@ def check_integer(name: str, value: Any, at_least: int) -> None:
 
 def check_number(name: str, value: Any, low: float, high: float = math.inf) -> None:
     """Raises `ValueError` unless `value` is a number in [low, high]."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high or value == math.inf:
         limits = f"in [{low:g}, {high:g}]" if math.isfinite(high) else f"of at least {low:g}"
         raise ValueError(f"{name} must be a number {limits}, not {value!r}.")
+
+
+def check_path(name: str, value: Any) -> str | None:
+    """A path as text, None as it is; raises `ValueError` for anything else."""
+    if value is None:
+        return None
+    if not isinstance(value, (str, os.PathLike)) or not isinstance(text := os.fspath(value), str):
+        raise ValueError(f"{name} must be a path, not {value!r}.")
+    if not text or "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ValueError(f"{name} must be a path, not {text!r}.")
+    return text
 
 
 def check_flag(name: str, value: object) -> None:
