@@ -51,9 +51,8 @@ class Checkpoint:
 
     def __enter__(self) -> Checkpoint:
         if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
             with contextlib.ExitStack() as stack:  # the lock is given back if something goes wrong
-                take(stack.enter_context(open_own(self.folder / LOCK)), self.folder)
+                take(stack.enter_context(open_lock(self.folder)), self.folder)
                 for pattern in HALF_WRITTEN:
                     for left in self.folder.glob(pattern):
                         left.unlink()
@@ -155,13 +154,17 @@ class Checkpoint:
         return self.folder / f"group-{index:04d}.safetensors"
 
 
-def open_own(path: Path) -> TextIO:
-    """A file opened to write, its content as it was.
+def open_lock(folder: Path) -> TextIO:
+    """The lock's file, opened; the folder is made where it does not exist.
 
     Raises:
-        OSError: it is a link, which may lead anywhere.
+        OSError: there is no such folder to be had, or the file is a link, which may lead anywhere.
     """
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644), "w")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return os.fdopen(os.open(folder / LOCK, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644), "w")
+    except OSError as error:
+        raise OSError(f"checkpoint_dir {str(folder)!r} cannot be used: {error}. Choose another folder.") from error
 
 
 def take(file: TextIO, folder: Path) -> None:
