@@ -64,7 +64,7 @@ class LayerwiseMerge(LayerSolver):
             checkpoint.begin(identity)
             with self.profile("average"):
                 networks = self.networks(material, self.network_points)
-            beside = self.prepare(material, networks)
+            beside = {} if self.preflight_only else self.prepare(material, networks)
             with self.walking(material, networks, checkpoint.settle) as walker:
                 if self.preflight_only:
                     disk = disk_use(material, walker, self.settings(), self.saved_path(), self._merged_dtype(material))

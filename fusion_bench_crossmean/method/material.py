@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -118,8 +120,11 @@ def hashes_of(
     experts = dict(material.experts.weights)
     if material.experts.pretrained is not None:
         experts["_pretrained_"] = material.experts.pretrained
+    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:  # reading and hashing need no lock of Python's
+        found = pool.map(hash_tensors, experts.values())
+        hashes = {name: next(found) for name in progress(experts, "hashing experts")}
     return {
-        "experts": {name: hash_tensors(experts[name]) for name in progress(experts, "hashing experts")},
+        "experts": hashes,
         "calibration": {task: hash_batches(drawn) for task, drawn in material.calibration.batches.items()},
     }
 
