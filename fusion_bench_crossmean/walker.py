@@ -163,19 +163,21 @@ class Walker:
                 reached = {point: waiting[point].arguments for point in points}
                 if used is not None:
                     began = time.perf_counter()
-                    reached = {point: self._replay(waiting[point], task, point, used, stop, layer) for point in points}
+                    reached = {
+                        point: self._replay(waiting[point], task, index, point, used, stop, layer) for point in points
+                    }
                     self.replay_seconds += time.perf_counter() - began
                 yield {point: batch.rows(input_of(*arguments)) for point, arguments in reached.items()}
 
     def _replay(
-        self, waiting: Waiting, task: str, point: float, used: Collection[str], block: str, layer: str
+        self, waiting: Waiting, task: str, index: int, point: float, used: Collection[str], block: str, layer: str
     ) -> Arguments:
         """Runs a block's beginning again, from the inputs that wait in front of it, up to `layer`."""
         self.networks.load(task, point, used)
         module = self.networks.network(task, point).get_submodule(block)
         args, kwargs = waiting.arguments
         # Not called as a module: its pre-hooks have already run.
-        call = functools.partial(module.forward, *args, **kwargs)
+        call = functools.partial(self.calibration[task][index].call, module.forward, *args, **kwargs)
         replay = Forward(call, (layer,), self._owner, waiting.forward.modes_there)
         self._replays.append(replay)
         return replay.advance(layer)

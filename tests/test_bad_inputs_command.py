@@ -15,8 +15,10 @@ import torch
 from cli import ROOT, run
 from torch import nn
 
-#: Kinds that have come through whole; the number of cases is a multiple of theirs.
-KINDS = ("expert files",)
+KINDS = (
+    *("settings", "outputs", "pools", "tensors", "modules"),
+    *("inputs", "text inputs", "checkpoints", "statistics", "expert files"),
+)
 COUNT = 60
 
 
@@ -29,7 +31,7 @@ def bad_inputs(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     yield importlib.import_module("bad_inputs")
     torch.set_num_threads(threads)
     for name in set(sys.modules) - before:
-        if name.startswith("bad_inputs"):
+        if name.startswith(("bad_inputs", "bad_input_kinds")):
             del sys.modules[name]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,8 +38,12 @@ class Batch:
         Raises:
             WalkError: it cannot run on these arguments.
         """
+        return self.call(network, *self.args, **self.kwargs)
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a network, or a part of one, on behalf of this batch; for errors see `run`."""
         try:
-            return network(*self.args, **self.kwargs)
+            return function(*args, **kwargs)
         except (WalkError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # a model's own code may raise anything
@@ -56,7 +60,7 @@ class Batch:
             ValueError: the inputs have a token axis that the mask does not fit.
         """
         kept = self._kept_tokens(inputs)
-        return inputs.reshape(-1, inputs.shape[-1]) if kept is None else inputs[kept]
+        return inputs.reshape(inputs.shape[:-1].numel(), inputs.shape[-1]) if kept is None else inputs[kept]
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
         """On `device`, floating-point arguments in `dtype`."""

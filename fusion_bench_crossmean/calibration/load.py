@@ -155,10 +155,12 @@ def load_calibration(
         )
         seeds = [zlib.crc32(f"{seed} {task} {index}".encode()) for index in indices[task]]
         batches[task] = []
-        for start, batch in zip(range(0, num_samples, batch_size), told(loader, task), strict=True):
+        for index, batch in enumerate(told(loader, task)):
             check_finite(batch, task)
-            dropout_seeds = tuple(seeds[start : start + batch_size])
+            dropout_seeds = tuple(seeds[index * batch_size : (index + 1) * batch_size])
             batches[task].append(replace(batch, token_dropout=token_dropout, dropout_seeds=dropout_seeds, task=task))
+        if len(batches[task]) != len(loader):  # StopIteration out of a dataset looks like its end
+            raise ValueError(f"The calibration inputs of task {task!r} end before they should: {len(loader)} batches.")
     return Calibration(batches, indices)
 
 

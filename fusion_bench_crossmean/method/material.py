@@ -120,7 +120,9 @@ def hashes_of(
     experts = dict(material.experts.weights)
     if material.experts.pretrained is not None:
         experts["_pretrained_"] = material.experts.pretrained
-    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:  # reading and hashing need no lock of Python's
+    with ThreadPoolExecutor(
+        max_workers=min(4, os.cpu_count() or 1)
+    ) as pool:  # reading and hashing need no lock of Python's
         found = pool.map(hash_tensors, experts.values())
         hashes = {name: next(found) for name in progress(experts, "hashing experts")}
     return {
