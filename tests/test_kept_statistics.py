@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cli import fusion_bench, log_folder, read_json, succeeded
 from pico import pico_calibration, pico_experts
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -217,6 +218,20 @@ def test_a_preflight_counts_the_statistics_and_writes_none(tmp_path: Path) -> No
         with safe_open(path, framework="pt") as file:
             tensors += sum(file.get_tensor(name).numel() * 4 for name in file.keys())
     assert round(size * 2**30) == tensors
+
+
+@pytest.mark.float32
+def test_the_documented_commands_keep_statistics_and_merge_from_them(tmp_path: Path) -> None:
+    pools = ["method=crossmean/lot", "modelpool=mini-clip_TA8", "fast_dev_run=true"]
+    succeeded(fusion_bench(*pools, "method.save_statistics=statistics", cwd=tmp_path))
+    assert len(list((tmp_path / "statistics").glob("sums-*.safetensors"))) == 12 * 8
+    again = ["method.load_statistics=statistics", "method.task_weights={mini-mnist: 2.0}"]
+    again += ["taskpool=mini-clip_TA8", "path.output_dir=again"]
+    succeeded(fusion_bench(*pools, *again, cwd=tmp_path))
+    report = read_json(log_folder(tmp_path / "again") / "crossmean_report.json")
+    assert report["statistics"]["loaded_from"] == "statistics"
+    assert report["settings"]["task_weights"] == {"mini-mnist": 2.0}
+    assert set(report["num_inputs_used"].values()) == {8}
 
 
 def test_differences_are_named_with_both_values() -> None:
