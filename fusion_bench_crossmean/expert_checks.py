@@ -41,7 +41,7 @@ def check_expert(name: str, expert: nn.Module, reference: tuple[str, nn.Module] 
             f"Loading expert {name!r} gave a {type(expert).__name__}, not a torch module. "
             f"Check the entry modelpool.models.{name}."
         )
-    tensors = dict(expert.named_parameters()) | dict(expert.named_buffers())
+    tensors = expert.state_dict() | dict(expert.named_parameters()) | dict(expert.named_buffers())
     if odd := [f"{key!r} is {what}" for key, tensor in tensors.items() if (what := unusual(tensor))]:
         raise ValueError(
             f"Expert {name!r} has tensors that cannot be merged: {', '.join(odd[:4])} ({len(odd)} in all)."

@@ -30,8 +30,10 @@ Weights = Mapping[str, Tensor]
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def unusual(tensor: Tensor) -> str:
+def unusual(tensor: object) -> str:
     """What keeps a tensor from being computed with here, in words; empty for a plain one."""
+    if not isinstance(tensor, Tensor):  # quantized layers have other things in their state dict
+        return f"a {type(tensor).__name__}, no tensor"
     if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
         return "a tensor without a shape (of a lazy layer that has never run)"
     if tensor.is_quantized:

@@ -58,6 +58,8 @@ class PlainSource:
 
     def collate(self, items: Sequence[Any]) -> Batch:
         if isinstance(items[0], Mapping):
+            if odd := [key for key in items[0] if not isinstance(key, str)]:
+                raise ValueError(f"the names of an input's tensors must be text, not {', '.join(map(repr, odd))}.")
             inputs = default_collate([{k: v for k, v in item.items() if k not in LABEL_KEYS} for item in items])
             mask = inputs.get("attention_mask")
             if mask is not None and not ((mask == 0) | (mask == 1)).all():

@@ -64,7 +64,7 @@ def check_path_points(points: Any) -> list[float]:
     Raises:
         ValueError: none, twice the same, or one outside [0, 1].
     """
-    if isinstance(points, (str, int, float)) or len(points) == 0:
+    if not isinstance(points, Sequence) or isinstance(points, (str, bytes)) or len(points) == 0:
         raise ValueError(f"path_points must be a list of at least one number in [0, 1], not {points!r}.")
     for point in points:
         check_number("Each of path_points", point, 0, 1)
