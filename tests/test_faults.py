@@ -114,7 +114,8 @@ def small_disk(kilobytes: int, used: int = 0) -> Fault:
 def child(fault: Fault | None, folder: Path, settings: dict[str, Any]) -> None:
     sys.stdout = sys.stderr = (folder / "messages").open("a", buffering=1)
     logging.basicConfig(stream=sys.stderr, force=True)
-    tempfile.tempdir = str(folder / "tmp")
+    if "num_workers" not in settings:  # whose sockets lie there, with names of at most 108 bytes
+        tempfile.tempdir = str(folder / "tmp")
     torch.set_default_dtype(torch.float64)
     calibration: Calibration = dict(pico_calibration())
     if fault is not None:
@@ -198,7 +199,6 @@ def test_a_loader_that_fails_names_the_task(
     assert code == 1
     assert re.search(rf"ValueError: The calibration inputs of task 'letters': {message}", messages, re.DOTALL)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "messages", "tmp"]
-    assert not list((tmp_path / "tmp").glob("crossmean-*"))
 
 
 def test_a_disk_that_is_full_from_the_beginning_is_an_error_before_long_work(tmp_path: Path) -> None:
