@@ -73,7 +73,7 @@ class KeptStatistics:
         try:
             there = read_record(path)
         except FileNotFoundError:
-            if found := sorted(self.folder.glob("*.safetensors")):
+            if found := sorted(self.folder.glob("sums-*.safetensors")):
                 message = f"{self.folder} has {found[0].name} but no {MANIFEST}: choose another save_statistics."
                 raise ValueError(message) from None
             write_record(path, own)
@@ -175,8 +175,13 @@ class StoredStatistics:
             )
         return wanted
 
-    def check_experts(self, hashes: Mapping[str, str]) -> None:
+    def check_experts(self, hashes: Mapping[str, str], activation: str) -> None:
         """Raises `ValueError` for experts that are not those that were measured."""
+        if activation != self.identity["activation"]:
+            raise ValueError(
+                f"The statistics in {self.folder} were measured with activation {self.identity['activation']}, these "
+                f"experts run with {activation}. Make them anew by save_statistics."
+            )
         if changed := [task for task, found in hashes.items() if task in self.tasks and self.hashes.get(task) != found]:
             raise ValueError(
                 f"The statistics in {self.folder} were measured on other weights of {shorten(changed)}. Make them anew "

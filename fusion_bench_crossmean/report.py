@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
 
 log = logging.getLogger(__name__)
 
@@ -40,14 +41,17 @@ def command() -> str | None:
     if not HydraConfig.initialized():
         return None
     hydra = HydraConfig.get()
+    # As they were given: interpolations may hold what is secret, or the folder of this very run.
+    overrides = OmegaConf.to_container(hydra.overrides, resolve=False)
+    assert isinstance(overrides, dict)
     words = ["fusion_bench"]
     for source in hydra.runtime.config_sources:
         if source.provider == "command-line":
             words += ["--config-dir", source.path]
     if hydra.job.config_name != DEFAULT_PROGRAM:
         words += ["--config-name", hydra.job.config_name]
-    own = [override for override in hydra.overrides.hydra if not override.startswith("hydra.mode=")]
-    return shlex.join([*words, *own, *hydra.overrides.task])
+    own = [override for override in overrides["hydra"] if not override.startswith("hydra.mode=")]
+    return shlex.join([*words, *own, *overrides["task"]])
 
 
 def peak_memory() -> dict[str, float]:

@@ -7,6 +7,8 @@ import traceback
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
+import torch
+
 Item = TypeVar("Item")
 
 #: Seconds from a broken connection to the signal that says why.
@@ -17,6 +19,8 @@ def told(loader: Iterable[Item], task: str) -> Iterator[Item]:
     """One after the other; what is wrong with an input, or with what reads it, is said together with its task."""
     try:
         yield from loader
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as first:  # noqa: BLE001  (a user's dataset may raise anything for an odd input)
         error = deeper(first)
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "

@@ -9,6 +9,7 @@ from typing import Any
 from fusion_bench.modelpool import BaseModelPool
 from torch import Tensor, nn
 
+from fusion_bench_crossmean.expert_checks import activation_of
 from fusion_bench_crossmean.kept_statistics import StoredStatistics
 from fusion_bench_crossmean.linear_system import LinearSystem
 from fusion_bench_crossmean.method.layers import LayerSolver
@@ -34,7 +35,7 @@ def merge_again(method: LayerSolver, pool: BaseModelPool, folder: Path) -> nn.Mo
         groups = stored.numbered(material.tasks, material.layers)
         with method.profile("hashes"):
             hashes: dict[str, Any] = hashes_of(material, method.progress)
-        stored.check_experts(hashes["experts"])
+        stored.check_experts(hashes["experts"], activation_of(material.experts.template))
         hashes["calibration"] = {task: stored.identity["calibration"][task] for task in material.tasks}
         with method.profile("average"):
             networks = method.networks(material, ())

@@ -67,7 +67,9 @@ class LayerwiseMerge(LayerSolver):
             beside = {} if self.preflight_only else self.prepare(material, networks)
             with self.walking(material, networks, checkpoint.settle) as walker:
                 if self.preflight_only:
-                    disk = disk_use(material, walker, self.settings(), self.saved_path(), self._merged_dtype(material))
+                    disk = disk_use(
+                        material, walker, self.settings(), self.saved_path(pool), self._merged_dtype(material)
+                    )
                     self.preflight(material, networks, walker, hashes, disk)
                     return None
                 source = {"path_points": self.network_points, "calibration_indices": material.calibration.indices}

@@ -22,7 +22,7 @@ from fusion_bench_crossmean.kept_statistics import StoredStatistics
 from fusion_bench_crossmean.memory import memory_of
 from fusion_bench_crossmean.method.material import Material
 from fusion_bench_crossmean.method.outputs import check_outputs, report_path, saved_at
-from fusion_bench_crossmean.method.publishing import Companions
+from fusion_bench_crossmean.method.publishing import Companions, expands_home, is_saved_as_folder
 from fusion_bench_crossmean.method.running import Running
 from fusion_bench_crossmean.method.settings import check_choice, check_flag, check_integer, check_number, check_path
 
@@ -190,7 +190,8 @@ class CalibratedAlgorithm(Running, BaseAlgorithm):
             yield Material(experts, layers, calibration, 0, {}, companions, stored.beside(tasks))
 
     def _check_pool(self, modelpool: BaseModelPool) -> None:
-        check_outputs(self.output_path(), self.saved_path(), self.written_folders())
+        is_folder = is_saved_as_folder(modelpool)
+        check_outputs(self.output_path(), self.saved_path(modelpool), self.written_folders(), is_folder=is_folder)
         if not (tasks := modelpool.model_names):
             raise ValueError(NO_EXPERTS)
         if self.needs_pretrained and not modelpool.has_pretrained:
@@ -200,7 +201,7 @@ class CalibratedAlgorithm(Running, BaseAlgorithm):
             )
 
     def _companions(self, modelpool: BaseModelPool) -> Companions | None:
-        return None if (saved := self.saved_path()) is None else Companions.of(modelpool, saved)
+        return None if (saved := self.saved_path(modelpool)) is None else Companions.of(modelpool, saved)
 
     @contextlib.contextmanager
     def _loaded(self, modelpool: BaseModelPool) -> Iterator[Experts]:
@@ -221,9 +222,11 @@ class CalibratedAlgorithm(Running, BaseAlgorithm):
         budget = self.max_memory_gib if self.device.type == "cpu" else None
         return size <= memory_of(torch.device("cpu"), budget).free / 2
 
-    def saved_path(self) -> Path | None:
+    def saved_path(self, modelpool: BaseModelPool) -> Path | None:
         """Where FusionBench is going to save the merged model; None: nowhere."""
-        return saved_at(getattr(self._program, "merged_model_save_path", None), self.log_dir)
+        saved = saved_at(getattr(self._program, "merged_model_save_path", None), self.log_dir)
+        # FusionBench's pools of language models expand it, those of image encoders do not.
+        return saved.expanduser() if saved is not None and expands_home(modelpool) else saved
 
     def written_folders(self) -> dict[str, str]:
         """Setting -> folder that a run is going to write to."""

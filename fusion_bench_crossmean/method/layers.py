@@ -191,6 +191,7 @@ class LayerSolver(CalibratedAlgorithm):
         with self.outliving_outputs():
             if (path := self.output_path()) is not None:
                 write_json(path, self.report)
+        with self.outliving_outputs():
             if material.companions is not None:
                 material.companions.write(self.report)
 

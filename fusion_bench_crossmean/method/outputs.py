@@ -33,23 +33,36 @@ def report_path(setting: str | None, log_dir: str | Path | None, name: str) -> P
 
 def saved_at(setting: str | None, log_dir: str | Path | None) -> Path | None:
     """Where FusionBench is going to save the merged model; None: nowhere."""
-    return None if setting is None else Path(setting.format(log_dir=log_dir))
+    if setting is None:
+        return None
+    if log_dir is not None and "{log_dir}" in setting:  # as FusionBench does
+        setting = setting.format(log_dir=log_dir)
+    return Path(setting)
 
 
-def check_outputs(report: Path | None, saved: Path | None, folders: Mapping[str, str]) -> None:
+def check_outputs(report: Path | None, saved: Path | None, folders: Mapping[str, str], *, is_folder: bool) -> None:
     """Raises `OSError` for what cannot be written.
 
     Args:
         report: its path.
         saved: where FusionBench is going to save the model.
         folders: setting -> folder that is going to be written to.
+        is_folder: whether the pool saves its models as folders.
     """
     if report is not None:
         check_writable(report)
     if saved is not None:
-        check_writable(saved.parent / "merged_model")  # a file or a folder, as the pool saves
+        check_saved(saved, is_folder=is_folder)
     for setting, folder in folders.items():
         check_folder(setting, Path(folder))
+
+
+def check_saved(saved: Path, *, is_folder: bool) -> None:
+    """Raises `OSError` unless FusionBench can save a model, as a folder or as a file, at `saved`."""
+    if is_folder:
+        check_folder("merged_model_save_path", saved)
+    else:
+        check_writable(saved)
 
 
 def check_folder(setting: str, folder: Path) -> None:

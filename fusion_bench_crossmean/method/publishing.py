@@ -18,6 +18,9 @@ from fusion_bench_crossmean.origins import is_hub_name, public
 from fusion_bench_crossmean.report import mean, write_json, written_whole
 
 CARD, REPORT = "README.md", "crossmean_report.json"
+#: Settings that are paths on the machine of a merge, and those of its inputs.
+LOCAL = ("report_path", "checkpoint_dir", "save_statistics", "load_statistics", "calibration_data")
+OF_INPUTS = ("num_calibration_samples", "seed", "batch_size", "token_dropout", "precision")
 TAGS = ["fusion-bench", "merge", "model-merging"]
 
 
@@ -39,8 +42,9 @@ class Companions:
     @classmethod
     def of(cls, modelpool: BaseModelPool, saved: Path) -> Companions:
         """For a merged model of this pool."""
-        is_folder = type(modelpool).save_model is not BaseModelPool.save_model
-        return cls(saved, is_folder, preprocessor_of(modelpool) if is_folder else None)
+        is_folder = is_saved_as_folder(modelpool)
+        preprocessor = preprocessor_of(modelpool) if is_folder else None
+        return cls(saved, is_folder, preprocessor if hasattr(preprocessor, "save_pretrained") else None)
 
     def write(self, report: Mapping[str, Any]) -> None:
         """Writes them, each file whole or not at all."""
@@ -59,6 +63,21 @@ class Companions:
                 path.replace(final)
 
 
+def is_saved_as_folder(modelpool: BaseModelPool) -> bool:
+    """Whether FusionBench saves a model of this pool as a folder; otherwise it is one file, a state dict."""
+    return type(modelpool).save_model is not BaseModelPool.save_model
+
+
+def expands_home(modelpool: BaseModelPool) -> bool:
+    """Whether FusionBench takes ``~`` in the path of a model of this pool for the home folder."""
+    return any(kind.__name__ in ("SequenceClassificationModelPool", "CausalLMPool") for kind in type(modelpool).__mro__)
+
+
+def cell(text: object) -> str:
+    """Text in a table of the card: what would end its cell is written otherwise."""
+    return str(text).replace("|", "\\|").replace("`", "'").replace("\n", " ")
+
+
 def beside(path: Path, suffix: str) -> Path:
     """Its name with something more at the end."""
     return path.with_name(path.name + suffix)
@@ -75,15 +94,19 @@ def model_card(report: Mapping[str, Any]) -> str:
     relation = {"base_model": list(dict.fromkeys(bases)), "base_model_relation": "merge"} if bases else {}
     metadata = ModelCardData(library_name="transformers", tags=[*TAGS, report["method"]], **relation)
     experts = [
-        f"| {name} | {origin['source']} | {origin['revision'] or ''} | {report['hashes']['experts'].get(name, '')} |"
+        f"| {cell(name)} | {cell(origin['source'])} | {origin['revision'] or ''} | "
+        f"{report['hashes']['experts'].get(name, '')} |"
         for name, origin in origins.items()
     ]
-    settings = [f"{key}: {json.dumps(value)}" for key, value in report["settings"].items() if "path" not in key]
+    # A merge from statistics has the inputs of the merge that kept them.
+    measured = report["statistics"]["settings"] if "statistics" in report else {}
+    used = report["settings"] | {key: value for key, value in measured.items() if key in OF_INPUTS}
+    settings = [f"{key}: {json.dumps(value, default=str)}" for key, value in used.items() if key not in LOCAL]
     layers = report["layers"]
     alignment = mean([value for layer in layers for value in layer["alignment"].values()])
     check = report.get("self_check") or {}
     checks = [f"{name} {mean(list(values.values())):.4f}" for name, values in check.items()]
-    warnings = [f"- {text}" for text in report["warnings"]] or ["None."]
+    warnings = [f"- {cell(text)}" for text in report["warnings"]] or ["None."]
     return "\n".join(
         [
             "---",

@@ -187,7 +187,7 @@ class Running(LightningFabricMixin, SimpleProfilerMixin):
         """What cannot be written inside the block, at the end of long work, is said; the result is not lost for it."""
         try:
             yield
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001  (a processor of the user's own may raise anything)
             log.error("Not everything could be written: %s. The result is as it should be.", error)
 
     def _is_rank_zero(self) -> bool:
