@@ -144,6 +144,12 @@ def test_other_experts_tasks_and_layers_are_refused(kept: Path, tmp_path: Path) 
         run(load_statistics=str(tmp_path / "mlp"))
 
 
+def test_the_same_weights_with_another_activation_are_refused(kept: Path) -> None:
+    experts = pico_experts(hidden_act="quick_gelu")
+    with pytest.raises(ValueError, match=r"measured with activation gelu.*, these experts run with quick_gelu"):
+        run(pool=experts, load_statistics=str(kept))
+
+
 def test_a_folder_without_statistics_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no statistics\.json. Make it by save_statistics"):
         run(load_statistics=str(tmp_path))

@@ -18,12 +18,15 @@ from fake_hub import TA8, hashed
 from families import FAMILIES, pico_architectures
 from fusion_bench.modelpool import BaseModelPool, CLIPVisionModelPool
 from huggingface_hub import ModelCard
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from torch import nn
 from transformers import AutoTokenizer, CLIPProcessor
 
 from fusion_bench_crossmean import CrossMeanAlgorithm
+from fusion_bench_crossmean.method.publishing import cell
 from fusion_bench_crossmean.origins import is_hub_name, origin_of, public
+from fusion_bench_crossmean.report import command
 
 pytest_plugins = ("cli",)
 
@@ -126,6 +129,41 @@ def test_beside_a_state_dict_lie_card_and_report(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["merged.pt", "merged.pt.json", "merged.pt.md"]
     assert read_json(tmp_path / "out" / "merged.pt.json")["hashes"] == report["hashes"]
     assert "# merged from Python" in (tmp_path / "out" / "merged.pt.md").read_text()
+
+
+def test_a_model_is_saved_over_an_older_one_and_beside_others(tmp_path: Path) -> None:
+    pool = FAMILIES["bert"].pool(tmp_path / "experts")
+    for name in ("merged_model", "merged_model", "other"):
+        merged, _ = merged_with_program(pool, tmp_path / name, tmp_path)
+        pool.save_model(merged, str(tmp_path / name))
+
+
+@pytest.mark.parametrize("family", ["bert", "openclip"])
+def test_a_place_where_no_model_can_be_saved_is_refused(family: str, tmp_path: Path) -> None:
+    (tmp_path / "architectures").mkdir()
+    with pico_architectures(tmp_path / "architectures"):
+        pool = FAMILIES[family].pool(tmp_path / "experts")
+        place = tmp_path / "place"
+        place.write_text("a file") if family == "bert" else place.mkdir()
+        with pytest.raises(OSError, match=str(place)):
+            merged_with_program(pool, place, tmp_path)
+
+
+def test_names_do_not_break_the_cards_tables() -> None:
+    assert cell("a|b\nc `d`") == "a\\|b c 'd'"
+
+
+def test_interpolations_in_overrides_stay_as_they_were_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = OmegaConf.create({"hydra": [], "task": ["method.token=${oc.env:SECRET}", "method.batch_size=${.seed}"]})
+    runtime = SimpleNamespace(config_sources=[])
+    config = SimpleNamespace(
+        overrides=overrides, runtime=runtime, job=SimpleNamespace(config_name="fabric_model_fusion")
+    )
+    monkeypatch.setattr(HydraConfig, "initialized", lambda: True)
+    monkeypatch.setattr(HydraConfig, "get", lambda: config)
+    monkeypatch.setenv("SECRET", "s3cret")
+    words = shlex.split(command() or "")
+    assert words == ["fusion_bench", "method.token=${oc.env:SECRET}", "method.batch_size=${.seed}"]
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
