@@ -20,6 +20,16 @@ def shorten(names: Sequence[str], limit: int = 8) -> str:
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
+def is_writable(text: str) -> bool:
+    """Whether text can be written down: a lone surrogate cannot.
+
+    Example:
+        >>> is_writable("ö"), is_writable("\\ud800")
+        (True, False)
+    """
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
 def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     """In words: the first entries in which two nested records differ; empty where they do not.
 

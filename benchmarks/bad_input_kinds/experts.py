@@ -73,7 +73,7 @@ def pools(generator: np.random.Generator, folder: Path) -> Attempt:
     whole: list[Any] = [
         *({}, None, [], (), 7, "pool", net, net.state_dict(), [net, net], {"_pretrained_": net}, set(), lambda: net),
         *(BaseModelPool({}), BaseModelPool, object(), np.zeros(3), torch.ones(2), nn.ModuleDict(networks())),
-        *(BaseModelPool([net]), BaseModelPool({"_pretrained_": net}), iter([net]), zip("a", [net], strict=False)),
+        *(BaseModelPool([net]), BaseModelPool({"_pretrained_": net}), iter([net]), {"a": net}.items()),
     ]
     odd = one_of(generator, whole)
     return attempt_of(generator, f"as a pool {odd!r:.100}", odd, one_of(generator, [vectors(), {}, None]))

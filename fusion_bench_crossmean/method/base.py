@@ -94,8 +94,8 @@ class LayerwiseMerge(LayerSolver):
     ) -> list[dict[str, Any]]:
         layers, workspace = [], Workspace()
         groups = walker.course.groups
-        stored = [self._stored(checkpoint, kept, networks, *group) for group in enumerate(groups)]
-        num_stored = sum(found is not None for found in stored)
+        # One at a time: all weights at once would be a second model in memory.
+        num_stored = sum(self._stored(checkpoint, kept, networks, *group) is not None for group in enumerate(groups))
         if num_stored:
             log.info("%d of %d layer groups are read from %s.", num_stored, len(groups), self.checkpoint_dir)
         # Depth order; all forwards wait here, if there is anything left to do.

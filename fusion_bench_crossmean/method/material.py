@@ -15,6 +15,7 @@ from fusion_bench_crossmean.calibration import Batch, Calibration
 from fusion_bench_crossmean.course import Course
 from fusion_bench_crossmean.expert_loading import Experts
 from fusion_bench_crossmean.fingerprint import hash_batches, hash_tensors
+from fusion_bench_crossmean.messages import is_writable
 from fusion_bench_crossmean.preflight import bytes_of
 from fusion_bench_crossmean.report import command
 from fusion_bench_crossmean.schedule import Need
@@ -100,17 +101,14 @@ def as_pool(modelpool: BaseModelPool | Mapping[str, nn.Module]) -> BaseModelPool
     """
     if isinstance(modelpool, BaseModelPool):
         return modelpool
-    if isinstance(modelpool, Mapping) and (odd := [name for name in modelpool if not is_name(name)]):
+    if isinstance(modelpool, Mapping) and (
+        odd := [name for name in modelpool if not (isinstance(name, str) and is_writable(name))]
+    ):
         raise TypeError(f"Names of models must be text, not {', '.join(map(repr, odd))}.")
     if not isinstance(modelpool, Mapping):
         kind = type(modelpool).__name__
         raise TypeError(f"modelpool must be a FusionBench pool or a dict of task -> module, not a {kind}.")
     return BaseModelPool(dict(modelpool))
-
-
-def is_name(name: object) -> bool:
-    """Whether it is text that can be written down (a lone surrogate cannot)."""
-    return isinstance(name, str) and not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
 def hashes_of(
@@ -120,9 +118,8 @@ def hashes_of(
     experts = dict(material.experts.weights)
     if material.experts.pretrained is not None:
         experts["_pretrained_"] = material.experts.pretrained
-    with ThreadPoolExecutor(
-        max_workers=min(4, os.cpu_count() or 1)
-    ) as pool:  # reading and hashing need no lock of Python's
+    workers = min(4, os.cpu_count() or 1)  # reading and hashing need no lock of Python's
+    with ThreadPoolExecutor(workers) as pool:
         found = pool.map(hash_tensors, experts.values())
         hashes = {name: next(found) for name in progress(experts, "hashing experts")}
     return {

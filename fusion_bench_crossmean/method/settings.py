@@ -6,6 +6,8 @@ import math
 import os
 from typing import Any
 
+from fusion_bench_crossmean.messages import is_writable
+
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """Raises `ValueError` unless `value` is one of `choices`."""
@@ -33,7 +35,7 @@ def check_path(name: str, value: Any) -> str | None:
         return None
     if not isinstance(value, (str, os.PathLike)) or not isinstance(text := os.fspath(value), str):
         raise ValueError(f"{name} must be a path, not {value!r}.")
-    if not text or "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
+    if not text or "\0" in text or not is_writable(text):
         raise ValueError(f"{name} must be a path, not {text!r}.")
     return text
 
